@@ -1,0 +1,161 @@
+"""The nouns of the round: what goes in, what travels through it, what comes out.
+
+Small dataclasses without behaviour beyond derived properties. Whoever reads these and
+`Engine.step` knows the system. Words follow the method (see docs/concepts.md): the *anchor* is the
+last emitted token, a *draft* is the block guessed behind it, a *round* is one draft and one
+verification, the *bonus* is the target's own token that ends every round (a correction when the
+draft was cut), the *accepted length* of a round counts the bonus.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from dspark.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when a text ends.
+
+    The law is applied in this order: logit bias, penalties, `min_tokens`, temperature, top-k,
+    top-p, min-p. `temperature=0` is greedy decoding: the highest logit after bias and penalties,
+    the lowest id on a tie; the filters then change nothing.
+    """
+
+    max_tokens: int = 256
+    """Tokens to generate at most; the end-of-text token counts as one."""
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose mass reaches p."""
+    min_p: float = 0.0
+    """Drop tokens less probable than min_p times the most probable one."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token generated so far (OpenAI)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once per time it was generated (OpenAI)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or text (CTRL)."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these ids; -100 and below bans, +100 and above all but forces."""
+    min_tokens: int = 0
+    """No end-of-text or stop token before this many tokens were generated."""
+    seed: int | None = None
+    """Same seed, same text, whatever else is in the batch. None draws fresh entropy."""
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these strings."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: off. n: the log-probability of every emitted token and the n most probable ones."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise InvalidRequestError(
+                    f"{name}={getattr(self, name)!r} is out of range: expected {expected}"
+                )
+
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+                     "repetition_penalty"):  # fmt: skip
+            need(math.isfinite(getattr(self, name)), name, "a finite number")
+        need(self.max_tokens >= 1, "max_tokens", "1 or more")
+        need(self.temperature >= 0, "temperature", "0 (greedy) or more")
+        need(self.top_k >= 0, "top_k", "0 (off) or more")
+        need(0 < self.top_p <= 1, "top_p", "more than 0 and at most 1")
+        need(0 <= self.min_p <= 1, "min_p", "0 to 1")
+        need(-2 <= self.presence_penalty <= 2, "presence_penalty", "-2 to 2")
+        need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "-2 to 2")
+        need(self.repetition_penalty > 0, "repetition_penalty", "more than 0 (1 is off)")
+        need(self.min_tokens >= 0, "min_tokens", "0 or more")
+        need(all(self.stop), "stop", "strings that are not empty")
+        need(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", "None or 0 to 100")
+        need(self.seed is None or self.seed >= 0, "seed", "0 or more, or None")
+        need(all(not math.isnan(b) for b in self.logit_bias.values()), "logit_bias", "numbers")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the law of a token depends on the tokens before it (beyond the logits)."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to generate: `prompt_ids` behind which the target goes on."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One request's proposal of a round.
+
+    tokens      k guessed ids behind the anchor; empty means plain decoding this round.
+    probs       [k, V] fp32, q: the very tensor the tokens were drawn from. None says that the
+                proposal was deterministic, that is, q is one-hot at the token.
+    confidence  [k] fp32, the drafter's own probability that token i survives given that those
+                before it did (paper, eq. 7); None when the drafter has no such head.
+    """
+
+    tokens: tuple[int, ...] = ()
+    probs: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def truncated(self, length: int) -> Draft:
+        """The first `length` tokens; what the scheduler decided to verify."""
+        if length >= len(self.tokens):
+            return self
+        return Draft(
+            self.tokens[:length],
+            None if self.probs is None else self.probs[:length],
+            None if self.confidence is None else self.confidence[:length],
+        )
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probabilities under the target's unmodified softmax (temperature 1)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The n most probable ids with theirs, best first; n as the request asked."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of one draft: `accepted` draft tokens, then its own token.
+
+    `tokens` holds the accepted ones and the bonus behind them: len(tokens) == accepted + 1.
+    """
+
+    accepted: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def bonus(self) -> int:
+        return self.tokens[-1]
