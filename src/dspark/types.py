@@ -159,3 +159,147 @@ class Verdict:
     @property
     def bonus(self) -> int:
         return self.tokens[-1]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One emitted token on its way to the user.
+
+    `text` is what became certain with this token: empty while a multi-byte character is incomplete
+    or while the tail may still turn out to be a stop string, and then longer than the token itself.
+    """
+
+    request_id: str
+    token: int
+    text: str
+    drafted: bool
+    """The drafter guessed this token and the target accepted it."""
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One request's share of one round, for `--trace` and for statistics.
+
+    `drafted` is everything the drafter proposed, of which the first `verified` were in the pass and
+    the first `accepted` were emitted. `emitted` are the tokens that the round added to the text (it
+    ends early at a stop). Times are those of the whole pass, shared by all its requests.
+    """
+
+    request_id: str
+    index: int
+    drafted: tuple[int, ...]
+    verified: int
+    accepted: int
+    emitted: tuple[int, ...]
+    draft_ms: float
+    verify_ms: float
+    other_ms: float
+
+
+@dataclass
+class Stats:
+    """Counters of one request, or of many added up. Every ratio names its denominator.
+
+    The first token of a text comes from the prefill and belongs to no round.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    round_tokens: int = 0
+    """Tokens emitted by rounds: completion_tokens less the one of the prefill."""
+    verified_at: list[int] = field(default_factory=list)
+    """[k] rounds whose draft token k was verified, from k = 0."""
+    accepted_at: list[int] = field(default_factory=list)
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    other_ms: float = 0.0
+    """Of a round: everything that is neither drafting nor the target's pass."""
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
+    """From arrival to the first token; the mean over requests when added up."""
+    decode_ms: float = 0.0
+    """From the first token to the last one."""
+
+    def add_round(self, r: Round) -> None:
+        self.rounds += 1
+        self.drafted += len(r.drafted)
+        self.verified += r.verified
+        self.accepted += r.accepted
+        self.round_tokens += len(r.emitted)
+        for counts, n in ((self.verified_at, r.verified), (self.accepted_at, r.accepted)):
+            counts += [0] * (r.verified - len(counts))
+            for k in range(n):
+                counts[k] += 1
+        self.draft_ms += r.draft_ms
+        self.verify_ms += r.verify_ms
+        self.other_ms += r.other_ms
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Tokens a round yields, bonus included: round_tokens / rounds."""
+        return self.round_tokens / self.rounds if self.rounds else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / verified; None when nothing was verified."""
+        return self.accepted / self.verified if self.verified else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """[k] conditional acceptance: accepted at k / verified at k and accepted up to k - 1."""
+        reached = self.verified_at
+        rates = []
+        for k, accepted in enumerate(self.accepted_at):
+            tried = reached[k] if k == 0 else min(reached[k], self.accepted_at[k - 1])
+            rates.append(accepted / tried if tried else 0.0)
+        return rates
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed of the text behind its first token (one request)."""
+        return self.round_tokens / self.decode_ms * 1e3 if self.decode_ms else None
+
+    @property
+    def itl_ms(self) -> float | None:
+        """Mean milliseconds between tokens (inter-token latency)."""
+        return self.decode_ms / self.round_tokens if self.round_tokens else None
+
+    @staticmethod
+    def total(parts: list[Stats]) -> Stats:
+        """Sums over requests; `ttft_ms` is averaged."""
+        out = Stats()
+        for p in parts:
+            for name in ("requests", "prompt_tokens", "completion_tokens", "rounds", "drafted",
+                         "verified", "accepted", "round_tokens", "draft_ms", "verify_ms",
+                         "other_ms", "prefill_ms", "decode_ms", "ttft_ms"):  # fmt: skip
+                setattr(out, name, getattr(out, name) + getattr(p, name))
+            for mine, theirs in (
+                (out.verified_at, p.verified_at),
+                (out.accepted_at, p.accepted_at),
+            ):
+                mine += [0] * (len(theirs) - len(mine))
+                for k, n in enumerate(theirs):
+                    mine[k] += n
+        if parts:
+            out.ttft_ms /= len(parts)
+        return out
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished text."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stats: Stats
+    logprobs: tuple[TokenLogprob, ...] | None = None

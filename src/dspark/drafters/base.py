@@ -1,0 +1,98 @@
+"""The contract of a drafter, and the names under which drafters are found.
+
+A drafter guesses the tokens behind each sequence's anchor. It may be wrong without harm: verification
+keeps the text exactly the target's. It must not be dishonest: `Draft.probs` is the very distribution its
+tokens were drawn from, or None for a deterministic guess.
+
+A drafter keeps its own context by slot and absolute position, as the target does, and is told of every
+pass through `observe`: after a prefill chunk all rows are committed, after a verification the anchor and
+the accepted drafts are. It never sees a row that was not committed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from torch import Tensor
+
+from dspark.errors import ConfigError
+from dspark.models.target import Target
+from dspark.types import Draft, SamplingParams
+
+DRAFTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "none": "dspark.drafters.none:NoDrafter",
+        "ngram": "dspark.drafters.ngram:NgramDrafter",
+    }
+)
+"""Name -> "module:class"; a new drafter is one new file and one line here."""
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter may know of one sequence when it drafts.
+
+    tokens     prompt and emitted tokens; the last one is the anchor, at position len(tokens) - 1
+    max_tokens no more than this many drafts can be emitted (token budget, context limit); >= 1
+    rng        the request's drafting stream, independent of the one that accepts
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    rng: np.random.Generator
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The rows of one sequence that a pass made permanent.
+
+    tokens were processed at positions start, start + 1, ...; their features are rows
+    first_row .. first_row + len(tokens) of the pass. `verified` and `accepted` count the draft
+    tokens of a verification; both are None for a prefill chunk.
+    """
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    first_row: int
+    verified: int | None = None
+    accepted: int | None = None
+
+
+class Drafter(ABC):
+    """Proposes tokens; see the module docstring."""
+
+    feature_layers: tuple[int, ...] = ()
+    """Target layers whose hidden states `observe` wants (i: output of layer i, -1: embedding)."""
+
+    def __init__(self, target: Target, num_draft_tokens: int | None = None) -> None:
+        """`num_draft_tokens` caps a block; None takes the drafter's own default. A value that the
+        drafter cannot honour raises ConfigError."""
+
+    @abstractmethod
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """One draft for each context, of at most `context.max_tokens` tokens, possibly empty."""
+
+    def observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
+        """Learn of a pass: features [N, F * D] of all its rows, and which were committed."""
+
+    def release(self, slot: int) -> None:
+        """The sequence in `slot` has ended: forget it."""
+
+
+def build(name: str, target: Target, num_draft_tokens: int | None = None) -> Drafter:
+    """The drafter called `name` for `target`. Raises ConfigError for an unknown name."""
+    if name not in DRAFTERS:
+        raise ConfigError(
+            f"unknown drafter {name!r}: expected one of {', '.join(sorted(DRAFTERS))}"
+        )
+    module, cls = DRAFTERS[name].split(":")
+    drafter: Drafter = getattr(importlib.import_module(module), cls)(target, num_draft_tokens)
+    return drafter
