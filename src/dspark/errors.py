@@ -7,8 +7,8 @@
     └── ResourceError         not enough memory, no free slot, no compiler, no such device
 
 A message says what was given, what was expected and what to do next, in one line. The command line
-prints that line and exits with 2; `--debug` shows the traceback. Asserts elsewhere are for invariants
-of this code only, never for input.
+prints that line and exits with 2; `--debug` shows the traceback. Asserts elsewhere are for
+invariants of this code only, never for input.
 """
 
 

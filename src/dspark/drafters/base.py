@@ -1,12 +1,12 @@
 """The contract of a drafter, and the names under which drafters are found.
 
-A drafter guesses the tokens behind each sequence's anchor. It may be wrong without harm: verification
-keeps the text exactly the target's. It must not be dishonest: `Draft.probs` is the very distribution its
-tokens were drawn from, or None for a deterministic guess.
+A drafter guesses the tokens behind each sequence's anchor. It may be wrong without harm:
+verification keeps the text exactly the target's. It must not be dishonest: `Draft.probs` is the
+very distribution its tokens were drawn from, or None for a deterministic guess.
 
-A drafter keeps its own context by slot and absolute position, as the target does, and is told of every
-pass through `observe`: after a prefill chunk all rows are committed, after a verification the anchor and
-the accepted drafts are. It never sees a row that was not committed.
+A drafter keeps its own context by slot and absolute position, as the target does, and is told of
+every pass through `observe`: after a prefill chunk all rows are committed, after a verification the
+anchor and the accepted drafts are. It never sees a row that was not committed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a decoder of the Llama family looks like, as one frozen dataclass.
 
-`from_hf` reads a Hugging Face `config.json` (both the older `rope_theta`/`rope_scaling` spelling and the
-newer `rope_parameters`), `from_gguf` the metadata of a GGUF file. The rest of the code knows only this.
+`from_hf` reads a Hugging Face `config.json` (both the older `rope_theta`/`rope_scaling` spelling
+and the newer `rope_parameters`), `from_gguf` the metadata of a GGUF file. The rest of the code
+knows only this.
 """
 
 from __future__ import annotations
@@ -55,6 +56,6 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer: a token at position p sees p - window + 1 .. p. None sees all."""
+    """Sliding window of each layer: position p sees p - window + 1 .. p; None sees all."""
     rope_layers: tuple[bool, ...] = ()
     """Whether a layer rotates (SmolLM3 leaves every fourth layer unrotated)."""

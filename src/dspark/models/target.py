@@ -1,17 +1,17 @@
 """The contract between the engine and any target model.
 
-A target takes N flattened tokens of any number of sequences in one pass, without padding, and returns
-next-token logits and the hidden states of chosen layers. Rows are independent: what a row yields does
-not depend on which other rows share the pass, beyond floating-point rounding; on the int8 path not even
-on that (its bits are compared in a test).
+A target takes N flattened tokens of any number of sequences in one pass, without padding, and
+returns next-token logits and the hidden states of chosen layers. Rows are independent: what a row
+yields does not depend on which other rows share the pass, beyond floating-point rounding; on the
+int8 path not even on that (its bits are compared in a test).
 
 Caches are addressed by absolute position in a *slot* (one slot a sequence). A pass writes rows
 `positions` of each token's slot and reads rows 0..position. Nothing is ever rolled back: a rejected
-token's row lies beyond the sequence's length, is never read, and is overwritten when that position is
-processed again. So accepting is nothing but moving a length.
+token's row lies beyond the sequence's length, is never read, and is overwritten when that position
+is processed again. So accepting is nothing but moving a length.
 
-Shape suffixes: N tokens of the pass, M rows that get logits, V vocabulary, D hidden size, F = number of
-feature layers.
+Shape suffixes: N tokens of the pass, M rows that get logits, V vocabulary, D hidden size, F =
+number of feature layers.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def pack(segments: list[Segment], device: torch.device | str = "cpu") -> Batch:
         slots += [s.slot] * n
         cu_lens.append(len(tokens))
         rows += range(len(tokens) - s.num_logits, len(tokens))
-    as_tensor = lambda x: torch.tensor(x, dtype=torch.int64, device=device)  # noqa: E731
-    return Batch(
-        as_tensor(tokens), as_tensor(positions), as_tensor(slots), tuple(cu_lens), as_tensor(rows)
-    )
+
+    def column(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return Batch(column(tokens), column(positions), column(slots), tuple(cu_lens), column(rows))
 
 
 @dataclass(frozen=True)

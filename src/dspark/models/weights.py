@@ -1,11 +1,12 @@
 """Where weights come from: the contract that every checkpoint reader fulfils.
 
 Names are the canonical Hugging Face ones whatever the file calls them: `model.embed_tokens.weight`,
-`model.layers.{i}.self_attn.{q,k,v,o}_proj.{weight,bias}`, `model.layers.{i}.self_attn.{q,k}_norm.weight`,
+`model.layers.{i}.self_attn.{q,k,v,o}_proj.{weight,bias}`,
+`model.layers.{i}.self_attn.{q,k}_norm.weight`,
 `model.layers.{i}.mlp.{gate,up,down}_proj.{weight,bias}`,
 `model.layers.{i}.{input,post_attention}_layernorm.weight`, `model.norm.weight`, `lm_head.weight`.
-Rows of q and k are in the half-split rotary order of Hugging Face (GGUF stores them interleaved; its
-reader reorders them).
+Rows of q and k are in the half-split rotary order of Hugging Face (GGUF stores them interleaved;
+its reader reorders them).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class WeightSource(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor in floating point, as stored or dequantised (fp32). CheckpointError without."""
+        """The tensor in floating point, as stored or dequantised (fp32), or CheckpointError."""
         ...
 
     def blocks(self, name: str) -> QuantBlocks | None:
