@@ -1,0 +1,221 @@
+"""The decoder on integer kernels (W8A8), equal to the bit whatever shares the pass.
+
+Weights stay in the blocks they were quantised in: a GGUF file's 4- or 8-bit blocks exactly as stored,
+floating-point weights rounded to 8 bits with one scale per 32 columns. Activations are rounded to
+8 bits, one scale per 32 columns of a row. Between the products everything is fp32. `native/kernels.c`
+says why no row depends on its neighbours; `tests/models/test_int8.py` compares the bits.
+
+Runs on a CPU only. Sizes must be multiples of 32 (hidden, inner, heads x head dimension).
+
+Shape suffixes as in `decoder.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.errors import ConfigError
+from dspark.models.config import DecoderConfig
+from dspark.models.decoder import Decoder
+from dspark.models.native import library
+from dspark.models.target import Batch
+from dspark.models.weights import BLOCK, QuantBlocks, WeightSource
+
+
+def quantise(w: Tensor) -> QuantBlocks:
+    """Round a matrix [O, I] to 8 bits with one fp16-representable scale per 32 columns."""
+    blocks = w.float().numpy().reshape(w.shape[0], -1, BLOCK)
+    scale = (np.abs(blocks).max(-1) / 127).astype(np.float16).astype(np.float32)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    values = np.clip(np.rint(blocks * inverse[..., None]), -127, 127).astype(np.int8)
+    return QuantBlocks(8, values.reshape(w.shape), scale, None)
+
+
+def gather(weights: WeightSource, names: list[str]) -> QuantBlocks:
+    """The matrices one above the other, as stored if all are in the same kind of blocks."""
+    parts = [weights.blocks(n) for n in names]
+    if len({p and p.bits for p in parts}) != 1 or parts[0] is None:
+        return quantise(torch.cat([weights.tensor(n).float() for n in names]))
+    kept = [p for p in parts if p is not None]
+    if len(kept) == 1:
+        return kept[0]
+    minima = [p.minimum for p in kept if p.minimum is not None]
+    return QuantBlocks(
+        kept[0].bits,
+        np.concatenate([p.values for p in kept]),
+        np.concatenate([p.scale for p in kept]),
+        np.concatenate(minima) if minima else None,
+    )
+
+
+class PackedLinear:
+    """A matrix [O, I] in the layout of the kernels, with an optional bias [O]."""
+
+    def __init__(self, blocks: QuantBlocks, bias: Tensor | None = None) -> None:
+        lib = library.load()
+        out, in_ = blocks.values.shape
+        tile_bytes = (256 + 16 if blocks.bits == 8 else 128 + 32) * (in_ // BLOCK)
+        self.data = torch.empty(-(-out // 8) * tile_bytes, dtype=torch.uint8)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.out_features, self.in_features = out, in_
+        self.bits: Literal[4, 8] = blocks.bits
+        values = np.ascontiguousarray(blocks.values).view(np.uint8)
+        scale = np.ascontiguousarray(blocks.scale, np.float16)
+        minimum = None
+        if blocks.minimum is not None:
+            minimum = np.ascontiguousarray(blocks.minimum, np.float16)
+        u16 = ctypes.POINTER(ctypes.c_uint16)
+        lib.dspark_pack(
+            values.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)),
+            scale.ctypes.data_as(u16),
+            None if minimum is None else minimum.ctypes.data_as(u16),
+            out,
+            in_,
+            blocks.bits,
+            self.data.data_ptr(),
+        )
+        self.struct = library.Linear(
+            self.data.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            out,
+            in_,
+            blocks.bits,
+            0,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, I] fp32 -> [N, O] fp32, row-exact."""
+        n, blocks = x.shape[0], self.in_features // BLOCK
+        x = x.contiguous()
+        y = torch.empty((n, self.out_features))
+        q = torch.empty((n, self.in_features), dtype=torch.int8)
+        scale, total = torch.empty((2, n, blocks))
+        library.load().dspark_linear(
+            self.struct, x.data_ptr(), n, y.data_ptr(), q.data_ptr(), scale.data_ptr(),
+            total.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [N] as fp32 [N, I]: the embedding of a model whose head is tied to it."""
+        out = torch.empty((ids.shape[0], self.in_features))
+        ids = ids.contiguous()
+        library.load().dspark_rows(self.struct, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        return out
+
+
+class Int8Decoder(Decoder):
+    """The decoder on the kernels of `native/kernels.c`."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: WeightSource, *, num_slots: int, max_context: int
+    ) -> None:
+        c = config
+        for name, size in (
+            ("hidden_size", c.hidden_size),
+            ("intermediate_size", c.intermediate_size),
+            ("num_heads * head_dim", c.num_heads * c.head_dim),
+        ):
+            if size % BLOCK:
+                raise ConfigError(
+                    f"dtype int8 needs {name} to be a multiple of {BLOCK}, it is {size}: take --dtype fp32"
+                )
+        if c.head_dim % 8:
+            raise ConfigError(
+                f"dtype int8 needs head_dim to be a multiple of 8, it is {c.head_dim}: take --dtype fp32"
+            )
+        super().__init__(
+            config, num_slots=num_slots, max_context=max_context, device=torch.device("cpu")
+        )
+        self._lib = library.load()
+        self._kept: list[object] = []  # what the C structures point to
+
+        def pack(names: list[str], bias: bool) -> PackedLinear:
+            b = torch.cat([weights.tensor(n + ".bias").float() for n in names]) if bias else None
+            packed = PackedLinear(gather(weights, [n + ".weight" for n in names]), b)
+            self._kept.append(packed)
+            return packed
+
+        def vector(name: str) -> int:
+            t = weights.tensor(name).float().contiguous()
+            self._kept.append(t)
+            return t.data_ptr()
+
+        self._head = pack(["model.embed_tokens" if c.tie_embeddings else "lm_head"], bias=False)
+        self._embed = self._head if c.tie_embeddings else pack(["model.embed_tokens"], bias=False)
+        self._norm = weights.tensor("model.norm.weight").float().contiguous()
+        self._layers: list[library.Layer] = []
+        for i in range(c.num_layers):
+            p = f"model.layers.{i}."
+            self._layers.append(
+                library.Layer(
+                    pack([f"{p}self_attn.{x}_proj" for x in "qkv"], c.qkv_bias).struct,
+                    pack([f"{p}self_attn.o_proj"], c.o_bias).struct,
+                    pack([f"{p}mlp.gate_proj", f"{p}mlp.up_proj"], c.mlp_bias).struct,
+                    pack([f"{p}mlp.down_proj"], c.mlp_bias).struct,
+                    vector(p + "input_layernorm.weight"),
+                    vector(p + "post_attention_layernorm.weight"),
+                    vector(p + "self_attn.q_norm.weight") if c.qk_norm else 0,
+                    vector(p + "self_attn.k_norm.weight") if c.qk_norm else 0,
+                    c.windows[i] or 0,
+                    int(c.rope_layers[i]),
+                )
+            )
+        self._slot_rows = -(-max_context // 8) * 8  # keys lie in groups of 8 positions
+        # Zeroed by the operating system page by page: a long context costs memory when it is used.
+        self._keys, self._values = (
+            np.zeros(
+                (c.num_layers, num_slots, c.num_kv_heads, self._slot_rows, c.head_dim), np.float32
+            )
+            for _ in range(2)
+        )
+        self._cache_of = [
+            (self._keys[i].ctypes.data, self._values[i].ctypes.data) for i in range(c.num_layers)
+        ]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embed.rows(tokens)
+
+    def begin_pass(self, batch: Batch, x_ND: Tensor) -> None:
+        c, n, threads = self.config, batch.num_tokens, torch.get_num_threads()
+        stride = max(
+            c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, 2 * c.intermediate_size
+        )
+        widest = max(c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
+        scratch = [
+            batch.positions.contiguous(),
+            batch.slots.contiguous(),
+            self.cos_TR[batch.positions],
+            self.sin_TR[batch.positions],
+            x_ND,
+            torch.empty((n, stride)),
+            torch.empty((n, c.num_heads * c.head_dim)),
+            torch.empty((threads, c.num_heads // c.num_kv_heads, self._slot_rows)),
+            torch.empty((n, widest), dtype=torch.int8),
+            torch.empty((n, widest // BLOCK)),
+            torch.empty((n, widest // BLOCK)),
+        ]
+        self._scratch = scratch
+        self._pass = library.Pass(n, stride, *(t.data_ptr() for t in scratch))
+        self._dims = library.Dims(
+            c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim,
+            self._slot_rows, threads, c.rms_norm_eps, c.head_dim**-0.5,
+        )  # fmt: skip
+
+    def layer(self, i: int, x_ND: Tensor) -> Tensor:
+        self._lib.dspark_layer(self._dims, self._layers[i], *self._cache_of[i], self._pass)
+        return x_ND
+
+    def head(self, x_MD: Tensor) -> Tensor:
+        normed = torch.empty_like(x_MD)
+        x_MD = x_MD.contiguous()
+        self._lib.dspark_rms_norm(
+            x_MD.data_ptr(), self._norm.data_ptr(), x_MD.shape[0], x_MD.shape[1],
+            self.config.rms_norm_eps, normed.data_ptr(),
+        )  # fmt: skip
+        return self._head(normed)
