@@ -1,15 +1,17 @@
 """The Llama family as a ragged decoder: Llama, SmolLM2/3, Mistral, Qwen2, Qwen3.
 
-One pass takes N flattened tokens of any number of sequences (see `target.py`). `Decoder.forward` is the
-whole model on one screen; two subclasses fill in how a layer is computed:
+One pass takes N flattened tokens of any number of sequences (see `target.py`). `Decoder.forward` is
+the whole model on one screen; two subclasses fill in how a layer is computed:
 
-* `TorchDecoder` (here): PyTorch operations in fp32 or bf16, on a CPU or a GPU. Rows agree with one-row
-  passes to floating-point rounding, not to the bit, because matrix kernels depend on the row count. The
-  CUDA device is the same code but has not been run on one by this project yet.
+* `TorchDecoder` (here): PyTorch operations in fp32 or bf16, on a CPU or a GPU. Rows agree with
+one-row
+  passes to floating-point rounding, not to the bit, because matrix kernels depend on the row count.
+  The CUDA device is the same code but has not been run on one by this project yet.
 * `Int8Decoder` (`int8.py`): integer kernels on a CPU, equal to the bit.
 
-Shape suffixes: N tokens of the pass, M rows with logits, D hidden size, V vocabulary, H query heads,
-G key/value heads, E head dimension, I inner size of the MLP, T positions of a slot, R = E / 2.
+Shape suffixes: N tokens of the pass, M rows with logits, D hidden size, V vocabulary, H query
+heads, G key/value heads, E head dimension, I inner size of the MLP, T positions of a slot, R = E /
+2.
 """
 
 from __future__ import annotations
@@ -167,19 +169,21 @@ class TorchDecoder(Decoder):
     def layer(self, i: int, x_ND: Tensor) -> Tensor:
         c, w = self.config, self.layers[i]
         qkv = F.linear(self._norm(x_ND, w.attn_norm), w.qkv, w.qkv_bias)
-        q, k, v = qkv.split([n * c.head_dim for n in (c.num_heads, *[c.num_kv_heads] * 2)], -1)
-        q_NHE = q.unflatten(-1, (-1, c.head_dim))
-        k_NGE = k.unflatten(-1, (-1, c.head_dim))
-        v_NGE = v.unflatten(-1, (-1, c.head_dim))
+        q, k, v = torch.split(
+            qkv, [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)], -1
+        )
+        q_NHE = q.reshape(-1, c.num_heads, c.head_dim)
+        k_NGE = k.reshape(-1, c.num_kv_heads, c.head_dim)
+        v_NGE = v.reshape(-1, c.num_kv_heads, c.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             q_NHE, k_NGE = self._norm(q_NHE, w.q_norm), self._norm(k_NGE, w.k_norm)
         if c.rope_layers[i]:
             q_NHE, k_NGE = self._rotate(q_NHE), self._rotate(k_NGE)
         attn = self._attention(i, q_NHE, k_NGE, v_NGE)
         x_ND = x_ND + F.linear(attn, w.o, w.o_bias)
-        gate_NI, up_NI = F.linear(
-            self._norm(x_ND, w.mlp_norm), w.gate_up, w.gate_up_bias
-        ).chunk(2, -1)
+        gate_NI, up_NI = F.linear(self._norm(x_ND, w.mlp_norm), w.gate_up, w.gate_up_bias).chunk(
+            2, -1
+        )
         return x_ND + F.linear(F.silu(gate_NI) * up_NI, w.down, w.down_bias)
 
     def head(self, x_MD: Tensor) -> Tensor:

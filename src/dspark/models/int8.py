@@ -1,9 +1,10 @@
 """The decoder on integer kernels (W8A8), equal to the bit whatever shares the pass.
 
-Weights stay in the blocks they were quantised in: a GGUF file's 4- or 8-bit blocks exactly as stored,
-floating-point weights rounded to 8 bits with one scale per 32 columns. Activations are rounded to
-8 bits, one scale per 32 columns of a row. Between the products everything is fp32. `native/kernels.c`
-says why no row depends on its neighbours; `tests/models/test_int8.py` compares the bits.
+Weights stay in the blocks they were quantised in: a GGUF file's 4- or 8-bit blocks exactly as
+stored, floating-point weights rounded to 8 bits with one scale per 32 columns. Activations are
+rounded to 8 bits, one scale per 32 columns of a row. Between the products everything is fp32.
+`native/kernels.c` says why no row depends on its neighbours; `tests/models/test_int8.py` compares
+the bits.
 
 Runs on a CPU only. Sizes must be multiples of 32 (hidden, inner, heads x head dimension).
 
@@ -123,11 +124,13 @@ class Int8Decoder(Decoder):
         ):
             if size % BLOCK:
                 raise ConfigError(
-                    f"dtype int8 needs {name} to be a multiple of {BLOCK}, it is {size}: take --dtype fp32"
+                    f"dtype int8 needs {name} to be a multiple of {BLOCK}, it is {size}:"
+                    " take --dtype fp32"
                 )
         if c.head_dim % 8:
             raise ConfigError(
-                f"dtype int8 needs head_dim to be a multiple of 8, it is {c.head_dim}: take --dtype fp32"
+                f"dtype int8 needs head_dim to be a multiple of 8, it is {c.head_dim}:"
+                " take --dtype fp32"
             )
         super().__init__(
             config, num_slots=num_slots, max_context=max_context, device=torch.device("cpu")

@@ -1,1 +1,1 @@
-"""Kernels in C for the int8 path on a CPU, compiled on first use; see kernels.c for what and why."""
+"""C kernels of the int8 path, compiled on first use; kernels.c says what and why."""

@@ -1,13 +1,13 @@
 """Compile `kernels.c` once a machine and bring it into the process.
 
-A C compiler is asked for rather than wheels for every processor: the kernels are one file, compile in
-about two seconds, and `-march=native` then means this processor. The result is kept in
-`$XDG_CACHE_HOME/dspark/` under a name made of the source, the flags, the compiler and the processor's
-features, so a changed file or a moved home directory compiles anew.
+A C compiler is asked for rather than wheels for every processor: the kernels are one file, compile
+in about two seconds, and `-march=native` then means this processor. The result is kept in
+`$XDG_CACHE_HOME/dspark/` under a name made of the source, the flags, the compiler and the
+processor's features, so a changed file or a moved home directory compiles anew.
 
-Threads: PyTorch brings an OpenMP runtime of its own. A second one would keep a second pool of spinning
-threads on the same cores, so the library is linked without any and resolves its few OpenMP symbols from
-PyTorch's copy.
+Threads: PyTorch brings an OpenMP runtime of its own. A second one would keep a second pool of
+spinning threads on the same cores, so the library is linked without any and resolves its few OpenMP
+symbols from PyTorch's copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from pathlib import Path
 
 from dspark.errors import ResourceError
 
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-reassoc", "-fPIC", "-std=gnu11")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-tree-reassoc",
+    "-fPIC",
+    "-std=gnu11",
+)
 
 
 class Linear(Structure):
@@ -88,8 +96,8 @@ def _compiled(extra_flags: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler or not shutil.which(compiler):
         raise ResourceError(
-            f"no C compiler found ({compiler or 'cc, gcc'}): dtype int8 compiles its kernels on first"
-            " use; install gcc or clang, or take --dtype fp32 or bf16"
+            f"no C compiler found ({compiler or 'cc, gcc'}): dtype int8 compiles its kernels on"
+            " first use; install gcc or clang, or take --dtype fp32 or bf16"
         )
     source = resources.files("dspark.models.native").joinpath("kernels.c").read_bytes()
     openmp = _torch_openmp()
@@ -111,8 +119,8 @@ def _compiled(extra_flags: tuple[str, ...]) -> Path:
             if done.returncode:
                 raise ResourceError(
                     f"the C compiler {compiler} failed on the int8 kernels"
-                    f" ({(done.stderr.strip().splitlines() or ['no message'])[0]}): take --dtype fp32"
-                    " or bf16, or set CC to another compiler"
+                    f" ({(done.stderr.strip().splitlines() or ['no message'])[0]}):"
+                    " take --dtype fp32 or bf16, or set CC to another compiler"
                 )
         so.replace(target)
     return target
