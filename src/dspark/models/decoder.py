@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -138,12 +139,11 @@ class TorchDecoder(Decoder):
                     k_norm=get(p + "self_attn.k_norm.weight") if config.qk_norm else None,
                 )
             )
-        # One buffer for keys and values of all layers; zeros, because a masked NaN stays a NaN.
-        self.kv = torch.zeros(
-            (config.num_layers, 2, num_slots, max_context, config.num_kv_heads, config.head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        # Keys and values of all layers; zeros, because a masked NaN stays a NaN. NumPy's zeros are
+        # the operating system's: memory is taken when a position is first written.
+        shape = (config.num_layers, 2, num_slots, max_context, config.num_kv_heads, config.head_dim)
+        words = np.zeros(shape, np.float32 if dtype == torch.float32 else np.int16)
+        self.kv = torch.from_numpy(words).view(dtype).to(device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embed_VD)

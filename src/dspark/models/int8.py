@@ -110,6 +110,20 @@ class PackedLinear:
         return out
 
 
+def unsupported(config: DecoderConfig) -> str | None:
+    """Why the kernels cannot run this model, or None if they can."""
+    c = config
+    for name, size, unit in (
+        ("hidden_size", c.hidden_size, BLOCK),
+        ("intermediate_size", c.intermediate_size, BLOCK),
+        ("num_heads * head_dim", c.num_heads * c.head_dim, BLOCK),
+        ("head_dim", c.head_dim, 8),
+    ):
+        if size % unit:
+            return f"{name} is {size}, the kernels need a multiple of {unit}"
+    return None
+
+
 class Int8Decoder(Decoder):
     """The decoder on the kernels of `native/kernels.c`."""
 
@@ -117,21 +131,9 @@ class Int8Decoder(Decoder):
         self, config: DecoderConfig, weights: WeightSource, *, num_slots: int, max_context: int
     ) -> None:
         c = config
-        for name, size in (
-            ("hidden_size", c.hidden_size),
-            ("intermediate_size", c.intermediate_size),
-            ("num_heads * head_dim", c.num_heads * c.head_dim),
-        ):
-            if size % BLOCK:
-                raise ConfigError(
-                    f"dtype int8 needs {name} to be a multiple of {BLOCK}, it is {size}:"
-                    " take --dtype fp32"
-                )
-        if c.head_dim % 8:
-            raise ConfigError(
-                f"dtype int8 needs head_dim to be a multiple of 8, it is {c.head_dim}:"
-                " take --dtype fp32"
-            )
+        problem = unsupported(c)
+        if problem is not None:
+            raise ConfigError(f"dtype int8: {problem}: take --dtype fp32 or bf16")
         super().__init__(
             config, num_slots=num_slots, max_context=max_context, device=torch.device("cpu")
         )

@@ -1,0 +1,166 @@
+"""`LLM`: a model, a drafter and an engine behind three verbs.
+
+    llm = LLM()                                  # the default model, the drafter it ships with
+    out = llm.chat([{"role": "user", "content": "Why is the sky blue?"}])
+    print(out.text, out.stats.accepted_length)
+
+`generate` and `chat` return finished `Output`s; `stream` yields a `Chunk` a token, each of which
+says whether the drafter had guessed it. Requests given together share their passes. An `LLM`
+belongs to one thread; a server puts it into one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from dspark.drafters.base import build
+from dspark.engine.engine import Engine
+from dspark.errors import ConfigError, InvalidRequestError
+from dspark.models.build import build_target, choose
+from dspark.models.loading import load_checkpoint
+from dspark.types import Chunk, Output, Request, Round, SamplingParams
+
+Message = Mapping[str, str]
+"""{"role": "system" | "user" | "assistant", "content": text}"""
+Prompt = str | Sequence[int]
+"""Raw text (no chat template), or token ids."""
+
+
+class LLM:
+    """A target with its drafter, ready to answer."""
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        drafter: str = "auto",
+        num_draft_tokens: int | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        max_context: int | None = None,
+        max_users: int = 8,
+    ) -> None:
+        """Load `model`: `default`, a Hugging Face directory or name, or a GGUF file.
+
+        dtype        auto, fp32, bf16 or int8;  device  auto, cpu, cuda[:N]
+        threads      CPU threads, of the whole process (PyTorch has one setting); None leaves it
+        max_context  tokens of prompt and text together; None takes the model's, at most 8192
+        max_users    requests in flight at once; others wait
+
+        Raises CheckpointError, ConfigError or ResourceError.
+        """
+        if threads is not None:
+            if threads < 1:
+                raise ConfigError(f"threads={threads} is out of range: expected 1 or more")
+            torch.set_num_threads(threads)
+        checkpoint = load_checkpoint(model)
+        choice = choose(checkpoint.config, dtype, device)
+        self.tokenizer = checkpoint.tokenizer
+        self.model_name = checkpoint.name
+        self.dtype: str = choice.dtype
+        self.dtype_reason = choice.reason
+        self.device = str(choice.device)
+        self.threads = torch.get_num_threads()
+        self.target = build_target(checkpoint, choice, num_slots=max_users, max_context=max_context)
+        self.last_output: Output | None = None
+        self._count = 0
+        self.set_drafter(drafter, num_draft_tokens)
+
+    def set_drafter(self, name: str, num_draft_tokens: int | None = None) -> None:
+        """Go on with another drafter over the same loaded target.
+
+        Raises ConfigError for an unknown name or a block length the drafter cannot honour.
+        """
+        reason = "as asked"
+        if name == "auto":
+            name = "ngram"
+            reason = "prompt lookup needs no weights; no trained drafter is known for this model"
+        drafter = build(name, self.target, num_draft_tokens)
+        self.drafter_name, self.drafter_reason = name, reason
+        self._engine = Engine(self.target, drafter, self.tokenizer)
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> tuple[int, ...]:
+        """Token ids of a conversation, of one user turn, or with `raw` of text as it stands."""
+        if isinstance(prompt, str):
+            if raw:
+                return tuple(self.tokenizer.encode(prompt, add_special=True))
+            prompt = [{"role": "user", "content": prompt}]
+        return tuple(self.tokenizer.encode_chat([dict(m) for m in prompt]))
+
+    def _ids(self, prompt: Prompt | Sequence[Message]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self.encode_prompt(prompt, raw=True)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.encode_prompt(cast(Sequence[Message], prompt))
+        return tuple(cast(Sequence[int], prompt))
+
+    # -- generation ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Output]:
+        """Continue each prompt (raw text or ids, no chat template); outputs in the same order.
+
+        `params` holds for all prompts, or is one for each. Raises InvalidRequestError.
+        """
+        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        if isinstance(params, Sequence):
+            each = list(params)
+        else:
+            each = [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise InvalidRequestError(f"{len(many)} prompts were given with {len(each)} params")
+        requests = [self._request(self._ids(p), q) for p, q in zip(many, each, strict=True)]
+        for _ in self._run(requests):
+            pass
+        return [self._outputs[r.id] for r in requests]
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
+        """Answer a conversation through the model's chat template. Raises InvalidRequestError."""
+        return self.generate([self.encode_prompt(messages)], params)[0]
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> Iterator[Chunk]:
+        """Yield the answer token by token; `last_output` holds it whole afterwards.
+
+        Messages go through the chat template, text and ids do not. Closing the iterator early
+        cancels the request. `on_round` sees every round before its tokens are yielded.
+        """
+        request = self._request(self._ids(prompt), params or SamplingParams())
+        self._engine.on_round = on_round
+        try:
+            yield from self._run([request])
+        finally:
+            self._engine.on_round = None
+            self.last_output = self._outputs.get(request.id)
+
+    def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
+        self._count += 1
+        return Request(f"request-{self._count}", ids, params)
+
+    def _run(self, requests: list[Request]) -> Iterator[Chunk]:
+        """Step until all are done; whatever ends this early leaves no request behind."""
+        self._outputs: dict[str, Output] = {}
+        try:
+            for r in requests:
+                self._engine.submit(r)
+            while self._engine.has_work:
+                yield from self._engine.step()
+        finally:
+            for r in requests:
+                self._engine.cancel(r.id)
+                output = self._engine.take_output(r.id)
+                if output is not None:
+                    self._outputs[r.id] = output
