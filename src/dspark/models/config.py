@@ -36,6 +36,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    freq_factors: tuple[float, ...] | None = None
+    """One divisor a frequency, as llama.cpp stores the llama3 stretching."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         max_context=need("max_position_embeddings"),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope=_rope_from_hf(raw),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", kind == "smollm3")),
         qkv_bias=True if kind == "qwen2" else bias,
         o_bias=False if kind == "qwen2" else bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
@@ -166,7 +168,9 @@ def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     )
 
 
-def from_gguf(meta: Mapping[str, Any], *, tied: bool) -> DecoderConfig:
+def from_gguf(
+    meta: Mapping[str, Any], *, tied: bool, freq_factors: tuple[float, ...] | None = None
+) -> DecoderConfig:
     """Read the metadata of a GGUF file of the llama architecture; `tied`: it stores no head.
 
     Raises CheckpointError for another architecture or a missing key.
@@ -210,6 +214,7 @@ def from_gguf(meta: Mapping[str, Any], *, tied: bool) -> DecoderConfig:
             factor=meta.get("llama.rope.scaling.factor", 1.0),
             original_max_position=meta.get("llama.rope.scaling.original_context_length", context),
             attention_factor=meta.get("llama.rope.scaling.attn_factor"),
+            freq_factors=freq_factors,
         ),
         tie_embeddings=tied,
         windows=(None,) * layers,

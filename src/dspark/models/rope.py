@@ -1,9 +1,9 @@
 """Rotary frequencies, plain and stretched to long contexts.
 
 A rotation by position x inverse frequency turns pairs (i, i + E/2) of a head. To read contexts
-longer than it was trained on, a model divides the low frequencies: all alike (linear), with a smooth
-border by wavelength (llama3), or interpolated by number of turns with a correction of the attention
-scale (yarn).
+longer than it was trained on, a model divides the low frequencies: all alike (linear), with a
+smooth border by wavelength (llama3), or interpolated by number of turns with a correction of the
+attention scale (yarn).
 
 Shape suffix: R = head dimension / 2.
 """
@@ -22,6 +22,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     """[R] fp32 inverse frequencies (radians a position), and the factor on cosine and sine."""
     exponents_R = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     freq_R = 1.0 / rope.theta**exponents_R
+    if rope.freq_factors is not None:
+        freq_R = freq_R / torch.tensor(rope.freq_factors)
     if rope.kind == "linear":
         return freq_R / rope.factor, 1.0
     if rope.kind == "llama3":

@@ -1,0 +1,276 @@
+"""Text to ids and back, and conversations to prompts.
+
+The tokenizer comes from the same place as the weights: `tokenizer.json` of a Hugging Face
+directory, or the vocabulary and merges in a GGUF file's metadata, put together with the
+`tokenizers` library. The chat template is the model's own Jinja text, run in a sandbox.
+
+Beyond encode and decode the engine needs the bytes of one token, because a stream decodes bytes,
+not tokens (`engine/stream.py`).
+
+Not supported: SentencePiece vocabularies inside GGUF files (Llama 2); take the Hugging Face
+directory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark.errors import CheckpointError, InvalidRequestError
+
+_SPACE = "\u2581"
+_CONTROL, _USER_DEFINED = 3, 4
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+class Tokenizer:
+    """A model's tokenizer with its chat template and end-of-text ids."""
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        eos_ids: Sequence[int],
+        bos_id: int | None = None,
+        add_bos: bool = False,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """`backend` is a `tokenizers.Tokenizer`. `special_tokens` (bos_token, ...) go to the template."""
+        self._backend = backend
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
+        self.bos_id = bos_id
+        self._add_bos = add_bos
+        self._template = chat_template
+        self._special = dict(special_tokens or {})
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, t in added.items() if t.special)
+        self._added_ids = frozenset(added)
+        self._byte_level = "ByteLevel" in str(backend.decoder or "")
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """Ids of `text`; special tokens written in it are recognised. `add_special` adds what the
+        model wants in front of a text (BOS)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        if add_special and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of `ids`, with broken UTF-8 replaced."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    def id_to_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; none for a special or unknown one."""
+        if token not in self._bytes:
+            self._bytes[token] = self._to_bytes(token)
+        return self._bytes[token]
+
+    def _to_bytes(self, token: int) -> bytes:
+        piece = self._backend.id_to_token(token)
+        if piece is None or token in self._special_ids:
+            return b""
+        if token in self._added_ids:
+            return bytes(piece.encode())
+        if self._byte_level:
+            table = _byte_of_char()
+            return (
+                bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
+            )
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return bytes(piece.replace(_SPACE, " ").encode())
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the vocabulary: equal for equal id-to-text maps."""
+        vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda x: x[1])
+        return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
+
+    # -- conversations -------------------------------------------------------------------------
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer."""
+        return self.encode(self.apply_chat_template(messages, **variables))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation. Raises InvalidRequestError without a template, or if
+        the template refuses the messages."""
+        import jinja2
+
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template: pass the prompt as raw text (--raw)"
+            )
+        for m in messages:
+            if "role" not in m or "content" not in m:
+                raise InvalidRequestError(f"a message needs role and content, got {sorted(m)}")
+        try:
+            return _compiled(self._template).render(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special, **variables},
+            )
+        except jinja2.TemplateError as e:
+            raise InvalidRequestError(f"the chat template refused the messages: {e}") from e
+
+    # -- where it comes from -------------------------------------------------------------------
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """From a Hugging Face directory. Raises CheckpointError."""
+        from tokenizers import Tokenizer as Backend
+
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise CheckpointError(f"{directory} has no tokenizer.json")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as e:  # the library raises bare Exception
+            raise CheckpointError(f"{path} is not a tokenizer: {e}") from e
+        backend.no_truncation()
+        backend.no_padding()
+        settings = _json(directory / "tokenizer_config.json")
+        special = {
+            key: value["content"] if isinstance(value, dict) else value
+            for key, value in settings.items()
+            if key.endswith("_token") and isinstance(value, str | dict)
+        }
+        ids: list[int] = []
+        for config in ("generation_config.json", "config.json"):
+            value = _json(directory / config).get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
+        if (eos := backend.token_to_id(special.get("eos_token", ""))) is not None:
+            ids.append(eos)
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            template = next((t["template"] for t in template if t["name"] == "default"), None)
+        if (directory / "chat_template.jinja").exists():
+            template = (directory / "chat_template.jinja").read_text()
+        bos = backend.token_to_id(special.get("bos_token", ""))
+        return cls(
+            backend,
+            eos_ids=ids,
+            bos_id=bos,
+            add_bos=bool(settings.get("add_bos_token", False)),
+            chat_template=template,
+            special_tokens=special,
+        )
+
+    @classmethod
+    def from_gguf(cls, meta: Mapping[str, Any]) -> Tokenizer:
+        """From the metadata of a GGUF file. Raises CheckpointError for an unsupported kind."""
+        from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+
+        prefix = "tokenizer.ggml."
+        kind, pre = meta.get(prefix + "model"), meta.get(prefix + "pre", "default")
+        if kind != "gpt2":
+            raise CheckpointError(
+                f"the GGUF file's tokenizer is of kind {kind!r}, supported is gpt2 (byte-level BPE):"
+                " use the Hugging Face directory of the model"
+            )
+        words = {"llama-bpe": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS}.get(pre)
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        if words is not None:
+            from tokenizers import Regex
+
+            split = pre_tokenizers.Split(Regex(words), "isolated")
+            steps = [split, bytes_only]
+        elif pre in ("smollm", "gpt-2", "default"):
+            steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+            steps.append(whole)
+        else:
+            raise CheckpointError(
+                f"the GGUF file splits words in the way {pre!r}, supported are smollm, gpt-2,"
+                " default, llama-bpe, qwen2: use the Hugging Face directory of the model"
+            )
+        tokens, types = meta[prefix + "tokens"], meta.get(prefix + "token_type", [])
+        merges = [tuple(m.split(" ", 1)) for m in meta.get(prefix + "merges", [])]
+        backend = Backend(
+            models.BPE(
+                {t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe"
+            )
+        )
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        backend.decoder = decoders.ByteLevel()
+        if pre == "qwen2":
+            backend.normalizer = normalizers.NFC()
+        added = [(i, t) for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)]
+        backend.add_tokens(
+            [AddedToken(tokens[i], special=t == _CONTROL, normalized=False) for i, t in added]
+        )
+        named = {
+            name: meta.get(f"{prefix}{name}_token_id") for name in ("bos", "eos", "eot", "padding")
+        }
+        return cls(
+            backend,
+            eos_ids=[i for n in ("eos", "eot") if (i := named[n]) is not None],
+            bos_id=named["bos"],
+            add_bos=bool(meta.get(prefix + "add_bos_token", False)),
+            chat_template=meta.get("tokenizer.chat_template"),
+            special_tokens={
+                ("pad" if n == "padding" else n) + "_token": tokens[i]
+                for n, i in named.items()
+                if i is not None
+            },
+        )
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, backwards."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    pairs = [(chr(b), b) for b in printable] + [(chr(256 + n), b) for n, b in enumerate(others)]
+    return dict(pairs)
+
+
+@functools.cache
+def _compiled(template: str) -> Any:
+    """The template in a sandbox, with the functions that Hugging Face's templates expect."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
+    return environment.from_string(template)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    return value if isinstance(value, dict) else {}
