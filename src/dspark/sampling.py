@@ -29,6 +29,7 @@ from NumPy. Nothing here changes the tensors it is given.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -42,8 +43,8 @@ BAN = -100.0
 """A logit bias of this or less makes the token impossible, not only unlikely (OpenAI)."""
 MAX_BIAS = 1e6
 """Above, fp32 would drown the logits in the bias."""
-HEAD = 512
-"""Candidates that top-p tries first; a full sort of 49152 logits costs 20 times as much."""
+HEADS = (256, 4096, sys.maxsize)
+"""Candidates that top-p tries one after the other; sorting the whole vocabulary is the slow way."""
 
 
 def check_params(params: SamplingParams, vocab_size: int, eos_ids: Collection[int] = ()) -> None:
@@ -188,28 +189,31 @@ def _nucleus(logits: Tensor, probs: Tensor, params: SamplingParams) -> Tensor:
     size = logits.shape[0]
     if 0 < params.top_k < size:
         ids = _best(logits, params.top_k)
-        needed = params.top_p * float(probs[ids].sum(dtype=torch.float64))
+        mass = probs[ids].cumsum(0, dtype=torch.float64)
+        needed = params.top_p * float(mass[-1])
     else:
-        ids = _best(logits, min(HEAD, size))
         needed = params.top_p * float(probs.sum(dtype=torch.float64))
-        if float(probs[ids].sum(dtype=torch.float64)) < needed:
-            ids = _best(logits, size)
+        for head in HEADS:
+            ids = _best(logits, min(head, size))
+            mass = probs[ids].cumsum(0, dtype=torch.float64)
+            if float(mass[-1]) >= needed:
+                break
     if params.top_p == 1:
         return ids
-    mass = probs[ids].cumsum(0, dtype=torch.float64)
     return ids[: 1 + int((mass[:-1] < needed).sum())]  # the one that crosses p stays
 
 
 def _best(logits: Tensor, n: int) -> Tensor:
     """The ids of the n highest of [V], highest first, the lower id first among equals.
 
-    torch.topk leaves the order of equals open, so it only finds the threshold here.
+    torch.topk leaves the order of equals open; a threshold and a stable sort do not.
     """
-    if n < logits.shape[0]:
-        threshold = torch.topk(logits, n, sorted=False).values.min()
-        ids = torch.nonzero(logits >= threshold).squeeze(1)
-        return ids[torch.sort(logits[ids], descending=True, stable=True).indices[:n]]
-    return torch.sort(logits, descending=True, stable=True).indices
+    row = logits.cpu().numpy()
+    ids = np.arange(len(row))
+    if n < len(row):
+        ids = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])
+    order = np.argsort(-row[ids], kind="stable")[:n]
+    return torch.from_numpy(ids[order]).to(logits.device)
 
 
 def draw(probs: Tensor, u: float) -> int:
