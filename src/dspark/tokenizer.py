@@ -124,11 +124,12 @@ class Tokenizer:
             if "role" not in m or "content" not in m:
                 raise InvalidRequestError(f"a message needs role and content, got {sorted(m)}")
         try:
-            return _compiled(self._template).render(
+            text: str = _compiled(self._template).render(
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special, **variables},
             )
+            return text
         except jinja2.TemplateError as e:
             raise InvalidRequestError(f"the chat template refused the messages: {e}") from e
 

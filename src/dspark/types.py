@@ -216,6 +216,8 @@ class Stats:
     """Tokens emitted by rounds: completion_tokens less the one of the prefill."""
     verified_at: list[int] = field(default_factory=list)
     """[k] rounds whose draft token k was verified, from k = 0."""
+    tried_at: list[int] = field(default_factory=list)
+    """[k] rounds whose draft token k was verified and all before it accepted."""
     accepted_at: list[int] = field(default_factory=list)
     draft_ms: float = 0.0
     verify_ms: float = 0.0
@@ -233,7 +235,9 @@ class Stats:
         self.verified += r.verified
         self.accepted += r.accepted
         self.round_tokens += len(r.emitted)
-        for counts, n in ((self.verified_at, r.verified), (self.accepted_at, r.accepted)):
+        tried = min(r.accepted + 1, r.verified)
+        counters = (self.verified_at, self.tried_at, self.accepted_at)
+        for counts, n in zip(counters, (r.verified, tried, r.accepted), strict=True):
             counts += [0] * (r.verified - len(counts))
             for k in range(n):
                 counts[k] += 1
@@ -253,13 +257,13 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """[k] conditional acceptance: accepted at k / verified at k and accepted up to k - 1."""
-        reached = self.verified_at
-        rates = []
-        for k, accepted in enumerate(self.accepted_at):
-            tried = reached[k] if k == 0 else min(reached[k], self.accepted_at[k - 1])
-            rates.append(accepted / tried if tried else 0.0)
-        return rates
+        """[k] conditional acceptance: rounds that accepted k / rounds that tried it (tried_at).
+
+        Positions that were never tried are left off. A text that ends inside an accepted block
+        counts the token behind its end as tried and not accepted.
+        """
+        pairs = zip(self.accepted_at, self.tried_at, strict=True)
+        return [accepted / tried for accepted, tried in pairs if tried]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -280,10 +284,8 @@ class Stats:
                          "verified", "accepted", "round_tokens", "draft_ms", "verify_ms",
                          "other_ms", "prefill_ms", "decode_ms", "ttft_ms"):  # fmt: skip
                 setattr(out, name, getattr(out, name) + getattr(p, name))
-            for mine, theirs in (
-                (out.verified_at, p.verified_at),
-                (out.accepted_at, p.accepted_at),
-            ):
+            for name in ("verified_at", "tried_at", "accepted_at"):
+                mine, theirs = getattr(out, name), getattr(p, name)
                 mine += [0] * (len(theirs) - len(mine))
                 for k, n in enumerate(theirs):
                     mine[k] += n

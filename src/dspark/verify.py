@@ -17,14 +17,17 @@ next row. What is emitted is then distributed as p, whatever q is:
 
 on one condition: q is the distribution that x was really drawn from. A draft without `probs` is a
 deterministic guess, so its q is one-hot: x is accepted with probability p(x), and the residual is p
-without x. A softmax in place of that one-hot biases the text.
+without x. That is the same as drawing y ~ p and accepting x if y is x, else emitting y; so it is
+done, and a seeded text then equals plain decoding's. A softmax in place of that one-hot biases the
+text.
 
 p is the request's whole law (bias, penalties, `min_tokens`, temperature, filters; `sampling`),
 taken row by row. An empty draft makes all of this plain decoding, on the same path.
 
-Not promised: that a seeded *sampled* text equals the one of plain decoding under the same seed.
-Its law is the same; its random numbers are spent differently. Nor does `accept` know when a text
-ends: an end of text inside the block is an ordinary token here, and the engine cuts behind it.
+Not promised: that a seeded *sampled* text equals the one of plain decoding under the same seed
+when the draft carries `probs`. Its law is the same; its random numbers are spent differently. Nor
+does `accept` know when a text ends: an end of text inside the block is an ordinary token here, and
+the engine cuts behind it.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def accept(
     history     prompt and emitted tokens, the last one the anchor; the first `prompt_len` prompt
     eos_ids     masked before `min_tokens`
     rng         the request's accepting stream; greedy takes nothing from it, sampling one uniform
-                for every draft token tested and one for the target's own
+                for every token tested or drawn (one-hot drafts: one for every token emitted)
 
     Returns accepted + 1 tokens, with log-probabilities of the raw logits if `params` wants them.
     """
@@ -85,15 +88,16 @@ def _reject(
     """Lossless rejection sampling. Rows become distributions only as far as they are reached."""
     for i, x in enumerate(draft.tokens):
         p = distribution(processed[i : i + 1], params)[0]
-        q_x = 1.0 if draft.probs is None else float(draft.probs[i, x])
+        if draft.probs is None:
+            y = draw(p, rng.random())
+            if y == x:
+                continue
+            return i, y
+        q_x = float(draft.probs[i, x])
         # u < p(x)/q(x) without the division: q(x) = 0 accepts what p allows, p(x) = 0 never passes.
         if rng.random() * q_x < float(p[x]):
             continue
-        if draft.probs is None:
-            residual = p.clone()
-            residual[x] = 0.0
-        else:
-            residual = (p - draft.probs[i]).clamp_(min=0.0)
+        residual = (p - draft.probs[i]).clamp_(min=0.0)
         # p == q up to rounding leaves no residual; then p itself is the limit.
         return i, draw(residual if residual.any() else p, rng.random())
     p = distribution(processed[-1:], params)[0]

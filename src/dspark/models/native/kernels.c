@@ -346,6 +346,28 @@ static void store_kv(const Dims *d, float *keys, float *values, int64_t slot, in
     }
 }
 
+/* Scores of `groups` times 8 keys, each summed over the dimensions in order; several groups at once
+ * only because one chain of additions would wait for itself. */
+static inline __attribute__((always_inline)) void scores_of(const float *query, const float *k, int64_t hd,
+                                                            const int groups, float scale, float *s) {
+    float lane[4][8] = {{0}};
+    for (int64_t i = 0; i < hd; i++)
+        for (int g = 0; g < groups; g++)
+            for (int j = 0; j < 8; j++) lane[g][j] = fmaf(query[i], k[(g * hd + i) * 8 + j], lane[g][j]);
+    for (int g = 0; g < groups; g++)
+        for (int j = 0; j < 8; j++) s[g * 8 + j] = lane[g][j] * scale;
+}
+
+/* out[0 .. width) = scale * sum over t of s[t] * values[t]. */
+static inline __attribute__((always_inline)) void weighted_sum(const float *s, const float *values, int64_t lo,
+                                                               int64_t hi, int64_t hd, const int width,
+                                                               float scale, float *out) {
+    float acc[64] = {0};
+    for (int64_t t = lo; t < hi; t++)
+        for (int j = 0; j < width; j++) acc[j] = fmaf(s[t], values[t * hd + j], acc[j]);
+    for (int j = 0; j < width; j++) out[j] = acc[j] * scale;
+}
+
 /* One row and one key/value head: all the query heads that share it. Reads positions lo .. hi - 1. */
 static void attend(const Dims *d, const float *keys, const float *values, const float *q, float *scores,
                    int64_t lo, int64_t hi, float *out) {
@@ -354,34 +376,18 @@ static void attend(const Dims *d, const float *keys, const float *values, const 
     for (int64_t g = 0; g < group; g++) {
         float *s = scores + g * ctx, top = -INFINITY;
         const float *query = q + g * hd;
-        for (int64_t t = first; t * 8 < hi; t++) {
-            float lane[8] = {0};
-            const float *k = keys + t * 8 * hd;
-            for (int64_t i = 0; i < hd; i++)
-                for (int j = 0; j < 8; j++) lane[j] = fmaf(query[i], k[8 * i + j], lane[j]);
-            for (int j = 0; j < 8; j++) s[t * 8 + j] = lane[j] * d->attn_scale;
-        }
-        for (int64_t t = lo; t < hi; t++) top = s[t] > top ? s[t] : top;
+        int64_t t = first;
+        for (; (t + 4) * 8 <= hi; t += 4) scores_of(query, keys + t * 8 * hd, hd, 4, d->attn_scale, s + t * 8);
+        for (; t * 8 < hi; t++) scores_of(query, keys + t * 8 * hd, hd, 1, d->attn_scale, s + t * 8);
+        for (t = lo; t < hi; t++) top = s[t] > top ? s[t] : top;
         exp_in_place(s + lo, hi - lo, top);
         float total = 0.0f;
         float *o = out + g * hd;
-        for (int64_t t = lo; t < hi; t++) total += s[t];
+        for (t = lo; t < hi; t++) total += s[t];
         const float inv = 1.0f / total;
-        for (int64_t i = 0; i < hd; i += 32) { /* head_dim is a multiple of 32 or 16 or 8 */
-            const int64_t width = hd - i < 32 ? hd - i : 32;
-            float acc[32] = {0};
-            if (width == 32)
-                for (int64_t t = lo; t < hi; t++) {
-                    const float *v = values + t * hd + i;
-                    for (int j = 0; j < 32; j++) acc[j] = fmaf(s[t], v[j], acc[j]);
-                }
-            else
-                for (int64_t t = lo; t < hi; t++) {
-                    const float *v = values + t * hd + i;
-                    for (int64_t j = 0; j < width; j++) acc[j] = fmaf(s[t], v[j], acc[j]);
-                }
-            for (int64_t j = 0; j < width; j++) o[i + j] = acc[j] * inv;
-        }
+        int64_t i = 0;
+        for (; i + 64 <= hd; i += 64) weighted_sum(s, values + i, lo, hi, hd, 64, inv, o + i);
+        for (; i < hd; i += 8) weighted_sum(s, values + i, lo, hi, hd, 8, inv, o + i);
     }
 }
 
