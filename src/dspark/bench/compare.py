@@ -1,0 +1,285 @@
+"""Compare drafters fairly: same process, same loaded target, same prompts, taking turns.
+
+A speed-up is a ratio of two speeds, and both drift with the machine: its clock, its cache, its
+neighbours. The drafters therefore take turns on every prompt, each prompt begins with another one,
+and the ratio is formed within a repeat, then the median over repeats is reported. `none` is always
+among them. It is plain decoding on the very same path, so the ratio credits drafting with nothing
+but drafting.
+
+At temperature 0 every drafter must produce the token ids of `none`, to the last one. `run` checks
+that on every text; a speed without this verdict is worth nothing.
+
+Not measured here: many users at once. One text is generated at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dspark.errors import ConfigError
+from dspark.types import Output, SamplingParams, Stats
+
+if TYPE_CHECKING:
+    from dspark.bench.prompts import PromptSet
+    from dspark.llm import LLM
+
+BASELINE = "none"
+WARM_UP_TOKENS = 8
+
+DEFINITIONS = {
+    "tokens": "tokens generated, over all prompts and repeats",
+    "seconds": "wall time from submitting a prompt to its last token, summed; prefill included",
+    "tokens_per_second": "decoding speed: tokens behind the first one / time from the first to the "
+    "last one; prefill excluded; median over repeats",
+    "speedup_vs_none": "tokens_per_second / that of none in the same repeat; median over repeats",
+    "accepted_length": "tokens a round yields, the target's own token included",
+    "acceptance_rate": "accepted draft tokens / verified draft tokens",
+    "acceptance_by_position": "[k] accepted at k / verified at k and accepted before k",
+    "draft_ms, verify_ms, other_ms": "mean milliseconds a round spends drafting, in the target's "
+    "pass, and on everything else",
+    "ttft_ms": "time from arrival to the first token; median over texts",
+    "identical_to_none": "every token id of every text equals that of none; null when sampling",
+}
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What to measure."""
+
+    drafters: tuple[str, ...] = (BASELINE, "ngram")
+    """`none` is added in front when missing."""
+    num_draft_tokens: int | None = None
+    """Cap of a block; None leaves each drafter its own default."""
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    """Of the first prompt; prompt i draws with seed + i, whatever the drafter."""
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1:
+            raise ConfigError(f"repeat={self.repeat} measures nothing: expected 1 or more")
+        first = () if BASELINE in self.drafters else (BASELINE,)
+        # dict.fromkeys drops repetitions and keeps the order
+        object.__setattr__(self, "drafters", tuple(dict.fromkeys((*first, *self.drafters))))
+        self.params(0)  # an impossible temperature is better found before a model is loaded
+
+    def params(self, prompt: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed + prompt
+        )
+
+
+@dataclass(frozen=True)
+class Text:
+    """One measured text."""
+
+    drafter: str
+    repeat: int
+    prompt: int
+    output: Output
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One drafter's row; DEFINITIONS says what the numbers mean, None is "does not apply"."""
+
+    drafter: str
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    speedup_vs_none: float | None
+    accepted_length: float | None
+    acceptance_rate: float | None
+    acceptance_by_position: list[float]
+    draft_ms: float | None
+    verify_ms: float | None
+    other_ms: float | None
+    ttft_ms: float
+    identical_to_none: bool | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `dspark bench` prints: the rows and all that is needed to judge them."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    config: BenchConfig
+    prompts: PromptSet
+    results: tuple[Result, ...]
+    differences: tuple[str, ...]
+    """One sentence for each drafter whose text was not that of `none`."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            "prompts": {
+                "name": self.prompts.name,
+                "sha256": self.prompts.sha256,
+                "count": len(self.prompts),
+            },
+            "results": [asdict(r) for r in self.results],
+            "config": asdict(self.config),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": _machine(),
+            "versions": _versions(),
+            "definitions": DEFINITIONS,
+        }
+
+
+def run(
+    llm: LLM,
+    prompts: PromptSet,
+    config: BenchConfig,
+    on_text: Callable[[Text], None] | None = None,
+) -> Report:
+    """Warm up, measure, compare. `on_text` hears of every measured text."""
+    for drafter in config.drafters:
+        _generate(llm, drafter, prompts, 0, config, max_tokens=WARM_UP_TOKENS)
+    texts: list[Text] = []
+    for repeat in range(config.repeat):
+        for i in range(len(prompts)):
+            for drafter in _rotated(config.drafters, repeat + i):
+                output, seconds = _generate(llm, drafter, prompts, i, config)
+                texts.append(Text(drafter, repeat, i, output, seconds))
+                if on_text is not None:
+                    on_text(texts[-1])
+    differences = {} if config.temperature > 0 else _differences(texts)
+    speeds = {d: _speeds(texts, d, config.repeat) for d in config.drafters}
+    return Report(
+        model=llm.model_name,
+        dtype=llm.dtype,
+        device=llm.device,
+        threads=llm.threads,
+        config=config,
+        prompts=prompts,
+        results=tuple(
+            _result(
+                [t for t in texts if t.drafter == d],
+                speeds[d],
+                speeds[BASELINE],
+                None if config.temperature > 0 else d not in differences,
+            )
+            for d in config.drafters
+        ),
+        differences=tuple(differences.values()),
+    )
+
+
+def _rotated(names: Sequence[str], by: int) -> list[str]:
+    by %= len(names)
+    return [*names[by:], *names[:by]]
+
+
+def _generate(
+    llm: LLM,
+    drafter: str,
+    prompts: PromptSet,
+    index: int,
+    config: BenchConfig,
+    max_tokens: int | None = None,
+) -> tuple[Output, float]:
+    # The baseline drafts nothing; a cap meant for the others is none of its business.
+    llm.set_drafter(drafter, None if drafter == BASELINE else config.num_draft_tokens)
+    params = config.params(index)
+    if max_tokens is not None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=params.temperature, seed=0)
+    start = time.perf_counter()
+    output = llm.chat([{"role": "user", "content": prompts.prompts[index]}], params)
+    return output, time.perf_counter() - start
+
+
+def _speeds(texts: Sequence[Text], drafter: str, repeats: int) -> list[float | None]:
+    """[repeat] decoding speed of a drafter over all prompts."""
+    speeds = []
+    for repeat in range(repeats):
+        mine = [t.output.stats for t in texts if (t.drafter, t.repeat) == (drafter, repeat)]
+        speeds.append(Stats.total(mine).tokens_per_second)
+    return speeds
+
+
+def _result(
+    texts: Sequence[Text],
+    speeds: Sequence[float | None],
+    baseline: Sequence[float | None],
+    identical: bool | None,
+) -> Result:
+    stats = Stats.total([t.output.stats for t in texts])
+
+    def per_round(ms: float) -> float | None:
+        return ms / stats.rounds if stats.rounds else None
+
+    return Result(
+        drafter=texts[0].drafter,
+        tokens=sum(len(t.output.token_ids) for t in texts),
+        seconds=sum(t.seconds for t in texts),
+        tokens_per_second=_median(speeds),
+        speedup_vs_none=_median(
+            [s / b if s and b else None for s, b in zip(speeds, baseline, strict=True)]
+        ),
+        accepted_length=stats.accepted_length,
+        acceptance_rate=stats.acceptance_rate,
+        acceptance_by_position=stats.acceptance_by_position,
+        draft_ms=per_round(stats.draft_ms),
+        verify_ms=per_round(stats.verify_ms),
+        other_ms=per_round(stats.other_ms),
+        ttft_ms=median(t.output.stats.ttft_ms for t in texts),
+        identical_to_none=identical,
+    )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if known else None
+
+
+def _differences(texts: Sequence[Text]) -> dict[str, str]:
+    """Drafter -> where its text first left that of the baseline; equal drafters are absent."""
+    expected = {(t.repeat, t.prompt): t.output.token_ids for t in texts if t.drafter == BASELINE}
+    found: dict[str, str] = {}
+    for t in texts:
+        ours, theirs = t.output.token_ids, expected[t.repeat, t.prompt]
+        if ours != theirs and t.drafter not in found:
+            same = 0
+            while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+                same += 1
+            found[t.drafter] = (
+                f"the text of drafter {t.drafter} differs from that of {BASELINE} "
+                f"on prompt {t.prompt + 1}, from token {same + 1} on"
+            )
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass  # not Linux: the platform's own words have to do
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform()}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("dspark", "torch"):
+        found[package] = importlib.metadata.version(package)
+    return found

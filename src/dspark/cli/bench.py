@@ -1,0 +1,207 @@
+"""`dspark bench`: drafters side by side on the same prompts, with a verdict on their texts.
+
+Prints a table, the definitions of its columns and, as the last line of standard output, everything
+as one JSON object. Exit code 1 says that a drafter changed the text, which must never happen at
+temperature 0. The measuring itself is in `dspark.bench.compare`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dspark.bench import compare
+from dspark.bench.prompts import BUILTIN, PREFIX, load_prompts
+from dspark.cli import options as opt
+from dspark.cli import ui
+from dspark.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EPILOG = """Examples:
+
+  dspark bench --prompts builtin:summarise --max-tokens 64
+
+  dspark bench --drafters ngram --prompts mine.jsonl --repeat 3 --json result.json
+"""
+
+DEFAULT = compare.BenchConfig()
+DEFAULT_PROMPTS = PREFIX + BUILTIN[0]
+
+
+def bench(
+    model: opt.ModelOption = "default",
+    drafters: Annotated[
+        str, typer.Option(help="Names, separated by commas; 'none' always takes part.")
+    ] = ",".join(DEFAULT.drafters),
+    num_draft_tokens: opt.NumDraftTokensOption = DEFAULT.num_draft_tokens,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"JSONL file or {', '.join(PREFIX + kind for kind in BUILTIN)}; "
+            "may be given again or separated by commas.",
+            show_default=DEFAULT_PROMPTS,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="First prompts of each source.", show_default="all")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens to generate for each prompt at most.")
+    ] = DEFAULT.max_tokens,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "--temp", help="0 is greedy, and checks the texts.")
+    ] = DEFAULT.temperature,
+    seed: Annotated[int, typer.Option(help="Of the first prompt.")] = DEFAULT.seed,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds over all prompts.")] = DEFAULT.repeat,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = "auto",
+    threads: opt.ThreadsOption = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write the JSON object to this file, too.",
+            show_default=False,
+            rich_help_panel=opt.OUTPUT_PANEL,
+        ),
+    ] = None,
+    color: Annotated[
+        ui.Color,
+        typer.Option(
+            help="'auto': on a terminal, and without NO_COLOR.", rich_help_panel=opt.OUTPUT_PANEL
+        ),
+    ] = ui.Color.auto,
+) -> None:
+    """Measure drafters against plain decoding, and check that their texts are the same."""
+    config = compare.BenchConfig(
+        drafters=tuple(_split([drafters])),
+        num_draft_tokens=num_draft_tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        repeat=repeat,
+    )
+    chosen = load_prompts(_split(prompts or [DEFAULT_PROMPTS]), limit)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        # Minutes of measuring shall not end in this error.
+        raise ConfigError(f"cannot write {json_file}: its folder does not exist")
+    llm = opt.load_llm(
+        model,
+        drafter=compare.BASELINE,
+        num_draft_tokens=None,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
+    muted = ui.Paint(ui.wants_color(color, sys.stderr)).muted
+    ui.note(muted(ui.resolved_line(llm)))
+    with _progress(color, len(chosen) * len(config.drafters) * config.repeat) as on_text:
+        report = compare.run(llm, chosen, config, on_text)
+    _print_table(report, color)
+    line = json.dumps(ui.finite(report.as_json()), ensure_ascii=False, allow_nan=False)
+    if json_file is not None:
+        _write(json_file, line + "\n")
+    print(line, flush=True)
+    for difference in report.differences:
+        ui.note(f"error: {difference}: speculation must not change a greedy text")
+    if report.differences:
+        raise typer.Exit(1)
+
+
+def _split(values: list[str]) -> list[str]:
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+@contextmanager
+def _progress(color: ui.Color, total: int) -> Iterator[Callable[[compare.Text], None]]:
+    """A bar on standard error with the speed of every drafter so far; nothing when piped."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    on = ui.wants_color(color, sys.stderr)
+    bar = Progress(
+        TextColumn("measuring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Remaining(),
+        TextColumn("{task.fields[rates]}", markup=False),
+        console=Console(stderr=True, no_color=not on, highlight=False),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    tokens: dict[str, int] = defaultdict(int)
+    ms: dict[str, float] = defaultdict(float)
+    with bar:
+        task = bar.add_task("", total=total, rates="warming up")
+
+        def on_text(text: compare.Text) -> None:
+            tokens[text.drafter] += text.output.stats.round_tokens
+            ms[text.drafter] += text.output.stats.decode_ms
+            rates = (f"{name} {tokens[name] / ms[name] * 1e3:.1f}" for name in ms if ms[name])
+            bar.update(task, advance=1, rates=" · ".join(rates) + " tok/s")
+
+        yield on_text
+
+
+def _print_table(report: compare.Report, color: ui.Color) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = ui.stdout_console(color)
+    names = ("drafter", "tok/s", "speed-up", "accepted\nlength", "accept-\nance", "draft\nms",
+             "verify\nms", "other\nms", "TTFT\nms", "tokens", "seconds", "same\ntext")  # fmt: skip
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name == names[0] else "right", no_wrap=True)
+    for r in report.results:
+        share = None if r.acceptance_rate is None else r.acceptance_rate * 100
+        same = {True: "yes", False: "NO", None: "-"}[r.identical_to_none]
+        table.add_row(
+            r.drafter,
+            _number(r.tokens_per_second, 1),
+            _number(r.speedup_vs_none, 2, "x"),
+            _number(r.accepted_length, 2),
+            _number(share, 0, " %"),
+            _number(r.draft_ms, 2),
+            _number(r.verify_ms, 2),
+            _number(r.other_ms, 2),
+            _number(r.ttft_ms, 0),
+            str(r.tokens),
+            _number(r.seconds, 1),
+            same,
+        )
+    console.print(table)
+    for r in report.results:
+        if r.acceptance_by_position:
+            rates = " ".join(f"{rate:.2f}" for rate in r.acceptance_by_position)
+            print(f"acceptance by position, {r.drafter}: {rates}")
+    print(f"prompts: {report.prompts.name}, {len(report.prompts)} of them, one at a time")
+    paint = ui.Paint(ui.wants_color(color, sys.stdout))
+    print(paint.muted("\n".join(f"  {k}: {v}" for k, v in compare.DEFINITIONS.items())))
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _write(file: Path, text: str) -> None:
+    """Under another name first: a reader never finds half a file."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)  # os.replace: at once, or not at all
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from error

@@ -1,0 +1,71 @@
+"""Options that several verbs share, and the one place where the command line loads a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dspark.llm import LLM
+
+MODEL_PANEL = "Model"
+SAMPLING_PANEL = "Sampling"
+OUTPUT_PANEL = "Output"
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Target: a name, a directory or a GGUF file; 'default' is SmolLM2-135M-Instruct.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="Arithmetic of the target's weights; 'auto' takes the fastest that fits.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+DeviceOption = Annotated[
+    str, typer.Option(help="'auto', 'cpu' or 'cuda'.", rich_help_panel=MODEL_PANEL)
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="CPU threads.", show_default="PyTorch's choice", rich_help_panel=MODEL_PANEL
+    ),
+]
+NumDraftTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Longest block to draft.",
+        show_default="the drafter's own",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+
+
+def load_llm(
+    model: str,
+    *,
+    drafter: str,
+    num_draft_tokens: int | None,
+    dtype: str,
+    device: str,
+    threads: int | None,
+) -> LLM:
+    # Here, not on top: importing torch takes seconds, and `--help` must not wait for it.
+    from dspark.llm import LLM
+
+    return LLM(
+        model,
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )

@@ -1,0 +1,125 @@
+"""How the command line looks: where a line goes, and whether it is coloured.
+
+Standard output carries the answer and nothing else, so that it can be piped. Everything about the
+answer (what was resolved, the legend, statistics, traces, progress) goes to standard error. Text is
+painted with plain escape codes rather than through rich, which would expand tabs and wrap lines of
+a model's text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dspark.llm import LLM
+    from dspark.types import Stats
+
+
+class Color(StrEnum):
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+def wants_color(mode: Color, stream: TextIO) -> bool:
+    """`auto` means a terminal that is not dumb, and no NO_COLOR (https://no-color.org)."""
+    if mode is not Color.auto:
+        return mode is Color.always
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
+
+
+@dataclass(frozen=True)
+class Paint:
+    """Styles of one stream; without colour every one of them returns its text as it is."""
+
+    on: bool
+
+    def _sgr(self, codes: str, text: str) -> str:
+        return f"\x1b[{codes}m{text}\x1b[0m" if self.on and text else text
+
+    def accepted(self, text: str) -> str:
+        """Green: drafted, and the target agreed."""
+        return self._sgr("32", text)
+
+    def rejected(self, text: str) -> str:
+        """Dim red, struck through: drafted in vain."""
+        return self._sgr("2;9;31", text)
+
+    def muted(self, text: str) -> str:
+        return self._sgr("2", text)
+
+    def error(self, text: str) -> str:
+        return self._sgr("1;31", text)
+
+
+def note(text: str) -> None:
+    """One line on standard error."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def stdout_console(mode: Color = Color.auto) -> Console:
+    """For tables. A pipe has no width: take one that holds every column."""
+    from rich.console import Console
+
+    on = wants_color(mode, sys.stdout)
+    width = None if sys.stdout.isatty() else 120
+    return Console(
+        file=sys.stdout, no_color=not on, force_terminal=on, width=width, highlight=False
+    )
+
+
+def resolved_line(llm: LLM) -> str:
+    """What `auto` and `default` came to, and why."""
+    return " · ".join(
+        (
+            f"model {llm.model_name}",
+            f"dtype {llm.dtype}" + _because(llm.dtype_reason),
+            f"drafter {llm.drafter_name}" + _because(llm.drafter_reason),
+            f"device {llm.device}",
+            f"threads {llm.threads}",
+        )
+    )
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
+
+
+def stats_line(stats: Stats, drafter: str) -> str:
+    """`128 tok · 96.4 tok/s · accepted length 2.3 · acceptance 61 % · TTFT 41 ms · drafter x`."""
+    parts = [f"{stats.completion_tokens} tok"]
+    if stats.tokens_per_second is not None:
+        parts.append(f"{stats.tokens_per_second:.1f} tok/s")
+    if stats.accepted_length is not None:
+        parts.append(f"accepted length {stats.accepted_length:.1f}")
+    if stats.acceptance_rate is not None:
+        parts.append(f"acceptance {stats.acceptance_rate * 100:.0f} %")
+    return " · ".join([*parts, f"TTFT {stats.ttft_ms:.0f} ms", f"drafter {drafter}"])
+
+
+def stats_json(stats: Stats) -> dict[str, Any]:
+    """The counters and what is derived from them."""
+    derived = ("accepted_length", "acceptance_rate", "acceptance_by_position",
+               "tokens_per_second", "itl_ms")  # fmt: skip
+    return asdict(stats) | {name: getattr(stats, name) for name in derived}
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for every number that JSON cannot write (nan, infinities)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value

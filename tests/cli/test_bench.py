@@ -1,0 +1,120 @@
+"""`dspark bench`: the table, the last line, the verdict."""
+
+import json
+from pathlib import Path
+from shlex import split
+from typing import Any
+
+import pytest
+
+from dspark.cli.main import main
+from tests.fake_llm import FakeLLM
+
+Capture = pytest.CaptureFixture[str]
+QUICK = ["bench", "--limit", "2"]
+
+
+def last_line(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_last_line_is_the_json(capsys: Capture) -> None:
+    assert main([*QUICK, "--drafters", "ngram"]) == 0
+    out = capsys.readouterr().out
+    found = last_line(out)
+    assert {"model", "dtype", "threads", "prompts", "results"} <= found.keys()
+    assert found["prompts"]["name"] == "builtin:chat" and found["prompts"]["count"] == 2
+    assert [list(r) for r in found["results"]] == [
+        [
+            "drafter", "tokens", "seconds", "tokens_per_second", "speedup_vs_none",
+            "accepted_length", "acceptance_rate", "acceptance_by_position", "draft_ms",
+            "verify_ms", "other_ms", "ttft_ms", "identical_to_none",
+        ]
+    ] * 2  # fmt: skip
+    assert [r["drafter"] for r in found["results"]] == ["none", "ngram"]
+    assert sum(line.startswith("{") for line in out.splitlines()) == 1
+
+
+def test_table_and_definitions_come_first(capsys: Capture) -> None:
+    assert main(QUICK) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.strip().startswith("ngram"))
+    assert row.split()[:5] == ["ngram", "150.0", "1.50x", "1.80", "50"]
+    assert row.split()[-1] == "yes"
+    assert "acceptance by position, ngram: 1.00 0.00" in out
+    assert "speedup_vs_none: tokens_per_second / that of none" in out
+    assert "\x1b" not in out
+
+
+def test_json_file_is_the_last_line(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "result.json"
+    assert main([*QUICK, "--json", str(file)]) == 0
+    assert file.read_text(encoding="utf-8").strip() == capsys.readouterr().out.splitlines()[-1]
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_changed_text_is_exit_code_1(capsys: Capture) -> None:
+    assert main([*QUICK, "--drafters", "none,ngram,liar"]) == 1
+    out, err = capsys.readouterr()
+    assert [r["identical_to_none"] for r in last_line(out)["results"]] == [True, True, False]
+    assert "error: the text of drafter liar differs" in err
+    assert "on prompt 1, from token 3 on" in err
+    assert "NO" in out
+
+
+def test_sampled_texts_get_no_verdict(capsys: Capture) -> None:
+    assert main([*QUICK, "--drafters", "liar", "--temperature", "1"]) == 0
+    results = last_line(capsys.readouterr().out)["results"]
+    assert [r["identical_to_none"] for r in results] == [None, None]
+
+
+def test_prompts_by_comma_and_again(fake: type[FakeLLM], capsys: Capture) -> None:
+    argv = ["--prompts", "builtin:code, builtin:math", "--prompts", "builtin:chat"]
+    assert main([*QUICK, *argv]) == 0
+    prompts = last_line(capsys.readouterr().out)["prompts"]
+    assert prompts["name"] == "builtin:code+builtin:math+builtin:chat"
+    assert prompts["count"] == 6
+
+
+def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
+    argv = split("-m x --dtype fp32 --threads 1 --num-draft-tokens 4 --max-tokens 3 --seed 5")
+    assert main([*QUICK, *argv]) == 0
+    llm = fake.created[0]
+    assert llm.options == {
+        "model": "x",
+        "drafter": "none",
+        "num_draft_tokens": None,
+        "dtype": "fp32",
+        "device": "auto",
+        "threads": 1,
+    }
+    assert set(llm.calls[1:]) == {("none", None), ("ngram", 4)}
+    measured = [params for _, params in llm.seen[2:]]
+    assert {p.max_tokens for p in measured} == {3}
+    assert [p.seed for p in measured] == [5, 5, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--prompts", "nowhere.jsonl"], "cannot read the prompts nowhere.jsonl"),
+        (["--prompts", "builtin:poems"], "unknown prompts 'builtin:poems'"),
+        (["--drafters", "psychic"], "unknown drafter 'psychic'"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--json", "no/such/folder/x.json"], "its folder does not exist"),
+    ],
+)
+def test_bad_requests(argv: list[str], message: str, capsys: Capture) -> None:
+    assert main([*QUICK, *argv]) == 2
+    out, err = capsys.readouterr()
+    assert message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
+    assert out == ""
+
+
+def test_an_unwritable_file_still_prints_nothing_half(tmp_path: Path, capsys: Capture) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    assert main([*QUICK, "--json", str(taken)]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [taken]
