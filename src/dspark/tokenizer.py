@@ -46,7 +46,7 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`backend` is a `tokenizers.Tokenizer`. `special_tokens` (bos_token, ...) go to the template."""
+        """`backend`: a `tokenizers.Tokenizer`; `special_tokens` (bos_token, ...): for the template."""
         self._backend = backend
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
@@ -186,7 +186,7 @@ class Tokenizer:
         kind, pre = meta.get(prefix + "model"), meta.get(prefix + "pre", "default")
         if kind != "gpt2":
             raise CheckpointError(
-                f"the GGUF file's tokenizer is of kind {kind!r}, supported is gpt2 (byte-level BPE):"
+                f"the GGUF file's tokenizer is {kind!r}, supported is gpt2 (byte-level BPE):"
                 " use the Hugging Face directory of the model"
             )
         words = {"llama-bpe": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS}.get(pre)
