@@ -21,7 +21,7 @@ WRONG = len(WORDS)
 
 
 class FakeTokenizer:
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join((*WORDS, " WRONG")[i] for i in ids)
 
 

@@ -1,13 +1,17 @@
 """What all verbs share: help, version, errors and exit codes, quick start."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from dspark import __version__
-from dspark.cli.main import main
+from dspark.cli.main import app, main
+from dspark.llm import LLM
 from tests.fake_llm import FakeLLM
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +98,22 @@ def test_help_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("verb", ["generate", "bench"])
+def test_defaults_of_the_model_are_those_of_the_library(verb: str) -> None:
+    """They are written twice, because reading them from `LLM` would load torch for the help."""
+    library = inspect.signature(LLM).parameters
+    command: Any = typer.main.get_command(app)
+    options = {p.name: p.default for p in command.commands[verb].params if p.name in library}
+    assert len(options) >= 5
+    assert options == {name: library[name].default for name in options}
+
+
+@pytest.mark.parametrize("method", ["stream", "chat", "set_drafter"])
+def test_fake_has_the_face_of_the_real_one(method: str) -> None:
+    ours, theirs = (inspect.signature(getattr(c, method)).parameters for c in (FakeLLM, LLM))
+    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
 
 
 def test_reference_is_fresh() -> None:

@@ -43,7 +43,8 @@ DEFINITIONS = {
     "speedup_vs_none": "tokens_per_second / that of none in the same repeat; median over repeats",
     "accepted_length": "tokens a round yields, the target's own token included",
     "acceptance_rate": "accepted draft tokens / verified draft tokens",
-    "acceptance_by_position": "[k] accepted at k / verified at k and accepted before k",
+    "acceptance_by_position": "[k] rounds that accepted draft token k / rounds that verified it "
+    "and accepted all before it",
     "draft_ms, verify_ms, other_ms": "mean milliseconds a round spends drafting, in the target's "
     "pass, and on everything else",
     "ttft_ms": "time from arrival to the first token; median over texts",

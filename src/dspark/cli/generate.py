@@ -222,7 +222,7 @@ def _answer(
         ui.note(f"{err.accepted('drafted and accepted')} · the target's own")
 
     def text_of(token: int) -> str:
-        return llm.tokenizer.decode([token])
+        return llm.tokenizer.decode([token], skip_special=False)
 
     def on_round(r: Round) -> None:
         ui.note(trace_line(r, text_of, err))
