@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 BASELINE = "none"
 WARM_UP_TOKENS = 8
+DOUBTFUL = 1.1
+"""Speed-up per accepted length that timing noise alone no longer explains."""
 
 DEFINITIONS = {
     "tokens": "tokens generated, over all prompts and repeats",
@@ -124,6 +126,19 @@ class Report:
     differences: tuple[str, ...]
     """One sentence for each drafter whose text was not that of `none`."""
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Speed-ups that cannot be: a round yields `accepted_length` tokens and costs no less than
+        one of `none`, so a larger ratio says that something else slowed the baseline down."""
+        return tuple(
+            f"the speed-up of {r.drafter}, {r.speedup_vs_none:.2f}, exceeds its accepted length, "
+            f"{r.accepted_length:.2f}: the machine was disturbed, measure again with more repeats"
+            for r in self.results
+            if r.speedup_vs_none is not None
+            and r.accepted_length is not None
+            and r.speedup_vs_none > DOUBTFUL * r.accepted_length
+        )
+
     def as_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -136,6 +151,7 @@ class Report:
                 "count": len(self.prompts),
             },
             "results": [asdict(r) for r in self.results],
+            "doubts": list(self.doubts),
             "config": asdict(self.config),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": _machine(),

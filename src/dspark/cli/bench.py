@@ -113,6 +113,8 @@ def bench(
     if json_file is not None:
         _write(json_file, line + "\n")
     print(line, flush=True)
+    for doubt in report.doubts:
+        ui.note(f"warning: {doubt}")
     for difference in report.differences:
         ui.note(f"error: {difference}: speculation must not change a greedy text")
     if report.differences:
