@@ -4,6 +4,7 @@ none     one token a round
 ngram    drafts two tokens a round, of which the first is right
 liar     like ngram, but its text differs from the third token on
 blind    drafts nothing, but is slower than none
+lucky    drafts nothing, but is faster than none, which only a disturbed machine makes so
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class FakeLLM:
         FakeLLM.created.append(self)
 
     def set_drafter(self, name: str, num_draft_tokens: int | None = None) -> None:
-        if name not in ("none", "ngram", "liar", "blind"):
+        if name not in ("none", "ngram", "liar", "blind", "lucky"):
             raise ConfigError(f"unknown drafter {name!r}: expected one of none, ngram")
         self.drafter_name = name
         self.calls.append((name, num_draft_tokens))
@@ -65,7 +66,7 @@ class FakeLLM:
         ids = list(range(min(params.max_tokens, len(WORDS))))
         if self.drafter_name == "liar":
             ids[2:] = [WRONG] * len(ids[2:])
-        step_ms = {"none": 10.0, "blind": 20.0}.get(self.drafter_name, 12.0)
+        step_ms = {"none": 10.0, "blind": 20.0, "lucky": 5.0}.get(self.drafter_name, 12.0)
         stats = Stats(requests=1, prompt_tokens=5, completion_tokens=len(ids), ttft_ms=40.0)
         logprobs = [
             TokenLogprob(i, -0.5, ((i, -0.5), (WRONG, -math.inf))[: params.logprobs]) for i in ids

@@ -70,6 +70,13 @@ def test_numbers_follow_their_definitions(llm: Any) -> None:
     assert report.differences == ()
 
 
+def test_a_speed_up_that_cannot_be_is_doubted(llm: Any) -> None:
+    report = run(llm, PROMPTS, BenchConfig(drafters=("ngram", "lucky")))
+    (doubt,) = report.doubts
+    assert doubt.startswith("the speed-up of lucky, 2.00, exceeds its accepted length, 1.00")
+    assert report.as_json()["doubts"] == [doubt]
+
+
 def test_a_text_of_one_token_has_no_speed(llm: Any) -> None:
     report = run(llm, PROMPTS, BenchConfig(max_tokens=1))
     for result in report.results:

@@ -63,6 +63,11 @@ def test_a_changed_text_is_exit_code_1(capsys: Capture) -> None:
     assert "NO" in out
 
 
+def test_a_doubtful_speed_up_is_a_warning(capsys: Capture) -> None:
+    assert main([*QUICK, "--drafters", "lucky"]) == 0
+    assert "warning: the speed-up of lucky" in capsys.readouterr().err
+
+
 def test_sampled_texts_get_no_verdict(capsys: Capture) -> None:
     assert main([*QUICK, "--drafters", "liar", "--temperature", "1"]) == 0
     results = last_line(capsys.readouterr().out)["results"]
