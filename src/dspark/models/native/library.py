@@ -1,4 +1,4 @@
-"""Compile `kernels.c` once a machine and bring it into the process.
+"""Compile `kernels.c` and `blocks.h` once a machine and bring it into the process.
 
 A C compiler is asked for rather than wheels for every processor: the kernels are one file, compile
 in about two seconds, and `-march=native` then means this processor. The result is kept in
@@ -99,18 +99,22 @@ def _compiled(extra_flags: tuple[str, ...]) -> Path:
             f"no C compiler found ({compiler or 'cc, gcc'}): dtype int8 compiles its kernels on"
             " first use; install gcc or clang, or take --dtype fp32 or bf16"
         )
-    source = resources.files("dspark.models.native").joinpath("kernels.c").read_bytes()
+    here = resources.files("dspark.models.native")
+    sources = {name: here.joinpath(name).read_bytes() for name in ("kernels.c", "blocks.h")}
     openmp = _torch_openmp()
     flags = (*FLAGS, *(("-fopenmp",) if openmp else ()), *extra_flags)
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    key = hashlib.sha256(b"\0".join((source, " ".join(flags).encode(), version, _cpu_features())))
+    key = hashlib.sha256(
+        b"\0".join((*sources.values(), " ".join(flags).encode(), version, _cpu_features()))
+    )
     target = cache_dir() / f"kernels-{key.hexdigest()[:16]}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as tmp:
         c, o, so = (Path(tmp) / f"kernels.{end}" for end in ("c", "o", "so"))
-        c.write_bytes(source)
+        for name, source in sources.items():
+            (Path(tmp) / name).write_bytes(source)
         for command in (
             [compiler, *flags, "-c", str(c), "-o", str(o)],
             [compiler, "-shared", str(o), "-o", str(so), "-lm"],
