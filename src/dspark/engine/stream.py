@@ -1,10 +1,11 @@
 """From token ids to text that may be shown: incremental UTF-8 and stop strings.
 
 A token is a run of bytes, not of characters: an emoji may take four tokens. And a stop string may
-begin in one token and end in another, or in the next block. So bytes are decoded incrementally, and
-text whose tail could still become a stop string is held back until it is decided. What was released
-is never taken back; text before a stop string is complete, the stop string itself and what follows
-never appear.
+begin in one token and end in another, or in the next block. So bytes are decoded incrementally,
+and text whose tail could still become a stop string is held back until it is decided. What was
+released is never taken back; text before a stop string is complete, the stop string itself and
+what follows never appear. Where stop strings overlap, the one that is complete first counts, the
+longest of those that end together: so the text does not depend on how it was cut into tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class TextStream:
         if self.stopped:
             return ""
         held = self._held + new
-        hits = [at for at in (held.find(s) for s in self._stop) if at >= 0]
+        hits = [(at + len(s), at) for s in self._stop if (at := held.find(s)) >= 0]
         if hits:
             self.stopped = True
-            out, self._held = held[: min(hits)], ""
+            out, self._held = held[: min(hits)[1]], ""
         else:
             keep = 0 if final else self._undecided(held)
             out, self._held = held[: len(held) - keep], held[len(held) - keep :]
