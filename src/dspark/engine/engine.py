@@ -88,7 +88,7 @@ class Engine:
             )
         if request.id in self._arrived:
             raise InvalidRequestError(f"a request with id {request.id!r} is already here")
-        check_params(request.params, self.target.vocab_size, self._eos_of(request))
+        check_params(request.params, self.target.vocab_size, self._tokenizer.eos_ids)
         self._arrived[request.id] = time.perf_counter()
         self._waiting.append(request)
 
@@ -213,7 +213,7 @@ class Engine:
                     r.params,
                     s.tokens,
                     s.prompt_len,
-                    self._eos_of(r),
+                    self._tokenizer.eos_ids,  # min_tokens bans them under ignore_eos, too
                     s.accept_rng,
                 )
             )
