@@ -83,7 +83,9 @@ def test_prompts_by_comma_and_again(fake: type[FakeLLM], capsys: Capture) -> Non
 
 
 def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
-    argv = split("-m x --dtype fp32 --threads 1 --num-draft-tokens 4 --max-tokens 3 --seed 5")
+    argv = split(
+        "-m x --dtype fp32 --threads 1 --max-context 99 --num-draft-tokens 4 --max-tokens 3 --seed 5"
+    )
     assert main([*QUICK, *argv]) == 0
     llm = fake.created[0]
     assert llm.options == {
@@ -93,6 +95,7 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "dtype": "fp32",
         "device": "auto",
         "threads": 1,
+        "max_context": 99,
     }
     assert set(llm.calls[1:]) == {("none", None), ("ngram", 4)}
     measured = [params for _, params in llm.seen[2:]]

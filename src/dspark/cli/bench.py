@@ -66,6 +66,7 @@ def bench(
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = "auto",
     threads: opt.ThreadsOption = None,
+    max_context: opt.MaxContextOption = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
@@ -103,6 +104,7 @@ def bench(
         dtype=dtype,
         device=device,
         threads=threads,
+        max_context=max_context,
     )
     muted = ui.Paint(ui.wants_color(color, sys.stderr)).muted
     ui.note(muted(ui.resolved_line(llm)))

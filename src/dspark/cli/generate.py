@@ -51,6 +51,7 @@ def generate(
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = "auto",
     threads: opt.ThreadsOption = None,
+    max_context: opt.MaxContextOption = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the prompt as it is: no chat template.")
@@ -185,6 +186,7 @@ def generate(
         dtype=dtype,
         device=device,
         threads=threads,
+        max_context=max_context,
     )
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})

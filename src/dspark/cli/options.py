@@ -38,6 +38,15 @@ ThreadsOption = Annotated[
         min=1, help="CPU threads.", show_default="PyTorch's choice", rich_help_panel=MODEL_PANEL
     ),
 ]
+MaxContextOption = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens of prompt and answer together.",
+        show_default="the model's, at most 8192",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 NumDraftTokensOption = Annotated[
     int | None,
     typer.Option(
@@ -57,6 +66,7 @@ def load_llm(
     dtype: str,
     device: str,
     threads: int | None,
+    max_context: int | None,
 ) -> LLM:
     # Here, not on top: importing torch takes seconds, and `--help` must not wait for it.
     from dspark.llm import LLM
@@ -68,4 +78,5 @@ def load_llm(
         dtype=dtype,
         device=device,
         threads=threads,
+        max_context=max_context,
     )

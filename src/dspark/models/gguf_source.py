@@ -84,7 +84,10 @@ class GgufFile:
         try:
             self.metadata, self.entries = self._scan()
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as e:
-            raise CheckpointError(f"{path} is damaged: its header ends early ({e})") from e
+            raise CheckpointError(
+                f"{path} is damaged or truncated: its header does not end within its"
+                f" {len(self._map)} bytes"
+            ) from e
         for name, entry in self.entries.items():
             if entry.offset + entry.num_bytes > len(self._map):
                 raise CheckpointError(
