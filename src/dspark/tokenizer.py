@@ -46,7 +46,7 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`backend`: a `tokenizers.Tokenizer`; `special_tokens` (bos_token, ...): for the template."""
+        """`backend`: a `tokenizers.Tokenizer`; `special_tokens`: bos_token, ... for templates."""
         self._backend = backend
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id

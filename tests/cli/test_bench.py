@@ -83,9 +83,8 @@ def test_prompts_by_comma_and_again(fake: type[FakeLLM], capsys: Capture) -> Non
 
 
 def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
-    argv = split(
-        "-m x --dtype fp32 --threads 1 --max-context 99 --num-draft-tokens 4 --max-tokens 3 --seed 5"
-    )
+    argv = split("-m x --dtype fp32 --threads 1 --max-context 99 --num-draft-tokens 4")
+    argv += split("--max-tokens 3 --seed 5")
     assert main([*QUICK, *argv]) == 0
     llm = fake.created[0]
     assert llm.options == {

@@ -52,10 +52,12 @@ class Decoder(ABC):
         x_ND = self.embed(batch.tokens)
         self.begin_pass(batch, x_ND)
         kept = {-1: x_ND.float().clone()} if -1 in feature_layers else {}
-        for i in range(self.config.num_layers):
-            x_ND = self.layer(i, x_ND)
-            if i in feature_layers:
-                kept[i] = x_ND.float().clone()  # the int8 layers update x in place
+        first = 0
+        for last in sorted({*feature_layers, self.config.num_layers - 1} - {-1}):
+            x_ND = self.layers(range(first, last + 1), x_ND)
+            if last in feature_layers:
+                kept[last] = x_ND.float().clone()  # the int8 layers update x in place
+            first = last + 1
         logits_MV = self.head(x_ND[batch.logit_rows])
         features = torch.cat([kept[i] for i in feature_layers], -1) if feature_layers else None
         return TargetOutput(logits_MV, features)
@@ -69,8 +71,8 @@ class Decoder(ABC):
         """Prepare what all layers of this pass share: rotations, masks, scratch."""
 
     @abstractmethod
-    def layer(self, i: int, x_ND: Tensor) -> Tensor:
-        """Decoder layer i: writes the keys and values of the rows, returns [N, D]."""
+    def layers(self, which: range, x_ND: Tensor) -> Tensor:
+        """Some decoder layers: write the keys and values of the rows, return [N, D]."""
 
     @abstractmethod
     def head(self, x_MD: Tensor) -> Tensor:
@@ -118,12 +120,12 @@ class TorchDecoder(Decoder):
         self.embed_VD = get("model.embed_tokens.weight")
         self.head_VD = self.embed_VD if config.tie_embeddings else get("lm_head.weight")
         self.norm_D = get("model.norm.weight")
-        self.layers: list[LayerWeights] = []
+        self.weights: list[LayerWeights] = []
         for i in range(config.num_layers):
             p = f"model.layers.{i}."
             qkv = [f"{p}self_attn.{x}_proj." for x in "qkv"]
             gate_up = [f"{p}mlp.{x}_proj." for x in ("gate", "up")]
-            self.layers.append(
+            self.weights.append(
                 LayerWeights(
                     qkv=get(*(n + "weight" for n in qkv)),
                     qkv_bias=get(*(n + "bias" for n in qkv)) if config.qkv_bias else None,
@@ -166,8 +168,13 @@ class TorchDecoder(Decoder):
                 masks[window] = mask if window is None else mask & (keys > rows - window)
             self._spans.append((lo, hi, int(batch.slots[lo]), end, masks))
 
-    def layer(self, i: int, x_ND: Tensor) -> Tensor:
-        c, w = self.config, self.layers[i]
+    def layers(self, which: range, x_ND: Tensor) -> Tensor:
+        for i in which:
+            x_ND = self._layer(i, x_ND)
+        return x_ND
+
+    def _layer(self, i: int, x_ND: Tensor) -> Tensor:
+        c, w = self.config, self.weights[i]
         qkv = F.linear(self._norm(x_ND, w.attn_norm), w.qkv, w.qkv_bias)
         q, k, v = torch.split(
             qkv, [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)], -1

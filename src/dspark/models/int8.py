@@ -154,24 +154,22 @@ class Int8Decoder(Decoder):
         self._head = pack(["model.embed_tokens" if c.tie_embeddings else "lm_head"], bias=False)
         self._embed = self._head if c.tie_embeddings else pack(["model.embed_tokens"], bias=False)
         self._norm = weights.tensor("model.norm.weight").float().contiguous()
-        self._layers: list[library.Layer] = []
+        self._layers = (library.Layer * c.num_layers)()
         for i in range(c.num_layers):
             p = f"model.layers.{i}."
-            self._layers.append(
-                library.Layer(
-                    pack([f"{p}self_attn.{x}_proj" for x in "qkv"], c.qkv_bias).struct,
-                    pack([f"{p}self_attn.o_proj"], c.o_bias).struct,
-                    pack([f"{p}mlp.gate_proj", f"{p}mlp.up_proj"], c.mlp_bias).struct,
-                    pack([f"{p}mlp.down_proj"], c.mlp_bias).struct,
-                    vector(p + "input_layernorm.weight"),
-                    vector(p + "post_attention_layernorm.weight"),
-                    vector(p + "self_attn.q_norm.weight") if c.qk_norm else 0,
-                    vector(p + "self_attn.k_norm.weight") if c.qk_norm else 0,
-                    c.windows[i] or 0,
-                    int(c.rope_layers[i]),
-                )
+            self._layers[i] = library.Layer(
+                pack([f"{p}self_attn.{x}_proj" for x in "qkv"], c.qkv_bias).struct,
+                pack([f"{p}self_attn.o_proj"], c.o_bias).struct,
+                pack([f"{p}mlp.gate_proj", f"{p}mlp.up_proj"], c.mlp_bias).struct,
+                pack([f"{p}mlp.down_proj"], c.mlp_bias).struct,
+                vector(p + "input_layernorm.weight"),
+                vector(p + "post_attention_layernorm.weight"),
+                vector(p + "self_attn.q_norm.weight") if c.qk_norm else 0,
+                vector(p + "self_attn.k_norm.weight") if c.qk_norm else 0,
+                c.windows[i] or 0,
+                int(c.rope_layers[i]),
             )
-        self._slot_rows = -(-max_context // 8) * 8  # keys lie in groups of 8 positions
+        self._slot_rows = -(-max_context // 32) * 32  # the kernels read keys 32 at a time
         # Zeroed by the operating system page by page: a long context costs memory when it is used.
         self._keys, self._values = (
             np.zeros(
@@ -179,9 +177,6 @@ class Int8Decoder(Decoder):
             )
             for _ in range(2)
         )
-        self._cache_of = [
-            (self._keys[i].ctypes.data, self._values[i].ctypes.data) for i in range(c.num_layers)
-        ]
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self._embed.rows(tokens)
@@ -212,8 +207,12 @@ class Int8Decoder(Decoder):
             self._slot_rows, threads, c.rms_norm_eps, c.head_dim**-0.5,
         )  # fmt: skip
 
-    def layer(self, i: int, x_ND: Tensor) -> Tensor:
-        self._lib.dspark_layer(self._dims, self._layers[i], *self._cache_of[i], self._pass)
+    def layers(self, which: range, x_ND: Tensor) -> Tensor:
+        keys, values = self._keys[which.start], self._values[which.start]
+        self._lib.dspark_layers(
+            self._dims, ctypes.byref(self._layers[which.start]), len(which),
+            keys.ctypes.data, values.ctypes.data, keys.size, self._pass,
+        )  # fmt: skip
         return x_ND
 
     def head(self, x_MD: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ typedef struct {
 /* ---- attention ------------------------------------------------------------------------------- */
 
 /* Keys of a slot and head lie in groups of 8 positions, [context / 8, head_dim, 8], so that eight
- * scores are summed side by side over the head's dimensions; values lie as [context, head_dim]. */
+ * scores are summed side by side over the head's dimensions; values lie as [context, head_dim]. The
+ * context of a slot is a multiple of CHUNK. */
 
 static void store_kv(const Dims *d, float *keys, float *values, int64_t slot, int64_t pos,
                      const float *k, const float *v) {
@@ -58,48 +59,83 @@ static void store_kv(const Dims *d, float *keys, float *values, int64_t slot, in
     }
 }
 
-/* Scores of `groups` times 8 keys, each summed over the dimensions in order; several groups at once
- * only because one chain of additions would wait for itself. */
-static inline __attribute__((always_inline)) void scores_of(const float *query, const float *k, int64_t hd,
-                                                            const int groups, float scale, float *s) {
-    float lane[4][8] = {{0}};
-    for (int64_t i = 0; i < hd; i++)
-        for (int g = 0; g < groups; g++)
-            for (int j = 0; j < 8; j++) lane[g][j] = fmaf(query[i], k[(g * hd + i) * 8 + j], lane[g][j]);
-    for (int g = 0; g < groups; g++)
-        for (int j = 0; j < 8; j++) s[g * 8 + j] = lane[g][j] * scale;
+#define CHUNK 32 /* positions that are read from the cache once for all query heads that share them */
+
+#if FAST
+typedef __m256 Eight;
+#define ZERO() _mm256_setzero_ps()
+#define LOAD(p) _mm256_loadu_ps(p)
+#define STORE(p, v) _mm256_storeu_ps(p, v)
+#define ADD_PRODUCT(acc, scalar, p) acc = _mm256_fmadd_ps(_mm256_set1_ps(scalar), _mm256_loadu_ps(p), acc)
+#else
+typedef struct {
+    float at[8];
+} Eight;
+#define ZERO() ((Eight){{0}})
+#define LOAD(p) (*(const Eight *)(p))
+#define STORE(p, v) (*(Eight *)(p) = (v))
+#define ADD_PRODUCT(acc, scalar, p) \
+    for (int j_ = 0; j_ < 8; j_++) (acc).at[j_] = fmaf(scalar, (p)[j_], (acc).at[j_])
+#endif
+
+/* s[0 .. 32): query times 32 keys, each sum over the dimensions in order. */
+static void score_chunk(const float *query, const float *keys, int64_t hd, float *s) {
+    Eight a = ZERO(), b = ZERO(), c = ZERO(), e = ZERO();
+    for (int64_t i = 0; i < hd; i++, keys += 8) {
+        ADD_PRODUCT(a, query[i], keys);
+        ADD_PRODUCT(b, query[i], keys + 8 * hd);
+        ADD_PRODUCT(c, query[i], keys + 16 * hd);
+        ADD_PRODUCT(e, query[i], keys + 24 * hd);
+    }
+    STORE(s, a), STORE(s + 8, b), STORE(s + 16, c), STORE(s + 24, e);
 }
 
-/* out[0 .. width) = scale * sum over t of s[t] * values[t]. */
-static inline __attribute__((always_inline)) void weighted_sum(const float *s, const float *values, int64_t lo,
-                                                               int64_t hi, int64_t hd, const int width,
-                                                               float scale, float *out) {
-    float acc[64] = {0};
-    for (int64_t t = lo; t < hi; t++)
-        for (int j = 0; j < width; j++) acc[j] = fmaf(s[t], values[t * hd + j], acc[j]);
-    for (int j = 0; j < width; j++) out[j] = acc[j] * scale;
+/* out[0 .. hd) += sum over t of s[t] * values[t], positions in order. */
+static void add_values(const float *s, const float *values, int64_t count, int64_t hd, float *out) {
+    int64_t i = 0;
+    for (; i + 32 <= hd; i += 32) {
+        Eight a = LOAD(out + i), b = LOAD(out + i + 8), c = LOAD(out + i + 16), e = LOAD(out + i + 24);
+        for (int64_t t = 0; t < count; t++) {
+            const float *v = values + t * hd + i;
+            ADD_PRODUCT(a, s[t], v);
+            ADD_PRODUCT(b, s[t], v + 8);
+            ADD_PRODUCT(c, s[t], v + 16);
+            ADD_PRODUCT(e, s[t], v + 24);
+        }
+        STORE(out + i, a), STORE(out + i + 8, b), STORE(out + i + 16, c), STORE(out + i + 24, e);
+    }
+    for (; i < hd; i += 8) {
+        Eight a = LOAD(out + i);
+        for (int64_t t = 0; t < count; t++) ADD_PRODUCT(a, s[t], values + t * hd + i);
+        STORE(out + i, a);
+    }
 }
 
 /* One row and one key/value head: all the query heads that share it. Reads positions lo .. hi - 1. */
 static void attend(const Dims *d, const float *keys, const float *values, const float *q, float *scores,
                    int64_t lo, int64_t hi, float *out) {
     const int64_t hd = d->head_dim, ctx = d->max_context, group = d->heads / d->kv_heads;
-    const int64_t first = lo / 8;
+    for (int64_t t = lo / CHUNK * CHUNK; t < hi; t += CHUNK)
+        for (int64_t g = 0; g < group; g++)
+            score_chunk(q + g * hd, keys + t * hd, hd, scores + g * ctx + t);
     for (int64_t g = 0; g < group; g++) {
         float *s = scores + g * ctx, top = -INFINITY;
-        const float *query = q + g * hd;
-        int64_t t = first;
-        for (; (t + 4) * 8 <= hi; t += 4) scores_of(query, keys + t * 8 * hd, hd, 4, d->attn_scale, s + t * 8);
-        for (; t * 8 < hi; t++) scores_of(query, keys + t * 8 * hd, hd, 1, d->attn_scale, s + t * 8);
-        for (t = lo; t < hi; t++) top = s[t] > top ? s[t] : top;
+        for (int64_t t = lo; t < hi; t++) {
+            s[t] *= d->attn_scale;
+            top = s[t] > top ? s[t] : top;
+        }
         exp_in_place(s + lo, hi - lo, top);
+        memset(out + g * hd, 0, hd * sizeof(float));
+    }
+    for (int64_t t = lo; t < hi; t += CHUNK)
+        for (int64_t g = 0; g < group; g++)
+            add_values(scores + g * ctx + t, values + t * hd, hi - t < CHUNK ? hi - t : CHUNK, hd,
+                       out + g * hd);
+    for (int64_t g = 0; g < group; g++) {
         float total = 0.0f;
-        float *o = out + g * hd;
-        for (t = lo; t < hi; t++) total += s[t];
+        for (int64_t t = lo; t < hi; t++) total += scores[g * ctx + t];
         const float inv = 1.0f / total;
-        int64_t i = 0;
-        for (; i + 64 <= hd; i += 64) weighted_sum(s, values + i, lo, hi, hd, 64, inv, o + i);
-        for (; i < hd; i += 8) weighted_sum(s, values + i, lo, hi, hd, 8, inv, o + i);
+        for (int64_t i = 0; i < hd; i++) out[g * hd + i] *= inv;
     }
 }
 
@@ -118,8 +154,9 @@ static void scale_by_norm(float *x, const float *weight, int64_t n, float eps, f
 
 /* ---- one layer of one pass -------------------------------------------------------------------- */
 
-/* Threads meet here between the stages of a layer. OpenMP's own barrier spins for a millisecond before
- * it gives way; on a machine with other work to do that made a pass a hundred times slower. */
+/* Threads meet here between the stages of a layer, whose uneven parts take microseconds. OpenMP's own
+ * barrier spins for milliseconds before it gives way: with other work on the machine a pass took a
+ * hundred times longer. Giving way at once is no better, it hands over whole time slices. */
 typedef struct {
     int arrived, round;
 } Barrier;
@@ -132,7 +169,7 @@ static void meet(Barrier *b, int threads) {
         return;
     }
     for (int spins = 0; __atomic_load_n(&b->round, __ATOMIC_ACQUIRE) == round; spins++)
-        if (spins > 2000) sched_yield();
+        if (spins > 50000) sched_yield();
 }
 
 #define FOR_MY_ROWS for (int64_t r = (int64_t)p->n * tid / threads; r < (int64_t)p->n * (tid + 1) / threads; r++)
@@ -145,9 +182,63 @@ static void multiply(const Pass *p, const Linear *w, float *y, int64_t ldy, int 
     product(w, p->n, p->q, p->q_scale, p->q_sum, y, ldy, add, tid, threads);
 }
 
-void dspark_layer(const Dims *d, const Layer *l, float *keys, float *values, const Pass *p) {
+static void layer(const Dims *d, const Layer *l, float *keys, float *values, const Pass *p,
+                  Barrier *barrier, int tid, int threads) {
     const int64_t hd = d->head_dim, nq = d->heads * hd, nkv = d->kv_heads * hd, inter = d->inter;
     const int64_t ld = p->stride, group = d->heads / d->kv_heads;
+    FOR_MY_ROWS { /* `wide` is free here: it holds the normalised row on its way to 8 bits */
+        float *normed = p->wide + r * ld;
+        scale_by_norm(p->x + r * d->hidden, l->attn_norm, d->hidden, d->eps, normed);
+        quantise(p, normed, d->hidden, r);
+    }
+    meet(barrier, threads);
+    multiply(p, &l->qkv, p->wide, ld, 0, tid, threads);
+    meet(barrier, threads);
+    FOR_MY_ROWS {
+        float *q = p->wide + r * ld, *k = q + nq;
+        const float *cos = p->cos + r * (hd / 2), *sin = p->sin + r * (hd / 2);
+        for (int64_t h = 0; h < d->heads + d->kv_heads; h++) {
+            const float *norm = h < d->heads ? l->q_norm : l->k_norm;
+            if (norm) scale_by_norm(q + h * hd, norm, hd, d->eps, q + h * hd);
+            if (l->rotate) rotate(q + h * hd, cos, sin, hd / 2);
+        }
+        store_kv(d, keys, values, p->slot[r], p->position[r], k, k + nkv);
+    }
+    meet(barrier, threads);
+    for (int64_t u = tid; u < (int64_t)p->n * d->kv_heads; u += threads) {
+        const int64_t r = u / d->kv_heads, h = u % d->kv_heads, hi = p->position[r] + 1;
+        const int64_t lo = l->window && hi > l->window ? hi - l->window : 0;
+        const int64_t base = (p->slot[r] * d->kv_heads + h) * d->max_context * hd;
+        attend(d, keys + base, values + base, p->wide + r * ld + h * group * hd,
+               p->scores + (int64_t)tid * group * d->max_context, lo, hi,
+               p->attn + r * nq + h * group * hd);
+    }
+    meet(barrier, threads);
+    FOR_MY_ROWS quantise(p, p->attn + r * nq, nq, r);
+    meet(barrier, threads);
+    multiply(p, &l->o, p->x, d->hidden, 1, tid, threads);
+    meet(barrier, threads);
+    FOR_MY_ROWS {
+        float *normed = p->wide + r * ld;
+        scale_by_norm(p->x + r * d->hidden, l->mlp_norm, d->hidden, d->eps, normed);
+        quantise(p, normed, d->hidden, r);
+    }
+    meet(barrier, threads);
+    multiply(p, &l->gate_up, p->wide, ld, 0, tid, threads);
+    meet(barrier, threads);
+    FOR_MY_ROWS {
+        float *gate = p->wide + r * ld, *up = gate + inter;
+        for (int64_t i = 0; i < inter; i++) gate[i] = gate[i] / (1.0f + exp_(-gate[i])) * up[i];
+        quantise(p, gate, inter, r);
+    }
+    meet(barrier, threads);
+    multiply(p, &l->down, p->x, d->hidden, 1, tid, threads);
+    meet(barrier, threads);
+}
+
+/* `count` layers; keys and values of the first one, those of the next lie `cache_stride` floats on. */
+void dspark_layers(const Dims *d, const Layer *layers, int32_t count, float *keys, float *values,
+                   int64_t cache_stride, const Pass *p) {
     Barrier barrier = {0, 0};
 #pragma omp parallel num_threads(d->threads)
     {
@@ -156,54 +247,8 @@ void dspark_layer(const Dims *d, const Layer *l, float *keys, float *values, con
 #else
         const int tid = 0, threads = 1;
 #endif
-        FOR_MY_ROWS { /* `wide` is free here: it holds the normalised row on its way to 8 bits */
-            float *normed = p->wide + r * ld;
-            scale_by_norm(p->x + r * d->hidden, l->attn_norm, d->hidden, d->eps, normed);
-            quantise(p, normed, d->hidden, r);
-        }
-        meet(&barrier, threads);
-        multiply(p, &l->qkv, p->wide, ld, 0, tid, threads);
-        meet(&barrier, threads);
-        FOR_MY_ROWS {
-            float *q = p->wide + r * ld, *k = q + nq;
-            const float *cos = p->cos + r * (hd / 2), *sin = p->sin + r * (hd / 2);
-            for (int64_t h = 0; h < d->heads + d->kv_heads; h++) {
-                const float *norm = h < d->heads ? l->q_norm : l->k_norm;
-                if (norm) scale_by_norm(q + h * hd, norm, hd, d->eps, q + h * hd);
-                if (l->rotate) rotate(q + h * hd, cos, sin, hd / 2);
-            }
-            store_kv(d, keys, values, p->slot[r], p->position[r], k, k + nkv);
-        }
-        meet(&barrier, threads);
-        for (int64_t u = tid; u < (int64_t)p->n * d->kv_heads; u += threads) {
-            const int64_t r = u / d->kv_heads, h = u % d->kv_heads, hi = p->position[r] + 1;
-            const int64_t lo = l->window && hi > l->window ? hi - l->window : 0;
-            const int64_t base = (p->slot[r] * d->kv_heads + h) * d->max_context * hd;
-            attend(d, keys + base, values + base, p->wide + r * ld + h * group * hd,
-                   p->scores + (int64_t)tid * group * d->max_context, lo, hi,
-                   p->attn + r * nq + h * group * hd);
-        }
-        meet(&barrier, threads);
-        FOR_MY_ROWS quantise(p, p->attn + r * nq, nq, r);
-        meet(&barrier, threads);
-        multiply(p, &l->o, p->x, d->hidden, 1, tid, threads);
-        meet(&barrier, threads);
-        FOR_MY_ROWS {
-            float *normed = p->wide + r * ld;
-            scale_by_norm(p->x + r * d->hidden, l->mlp_norm, d->hidden, d->eps, normed);
-            quantise(p, normed, d->hidden, r);
-        }
-        meet(&barrier, threads);
-        multiply(p, &l->gate_up, p->wide, ld, 0, tid, threads);
-        meet(&barrier, threads);
-        FOR_MY_ROWS {
-            float *gate = p->wide + r * ld, *up = gate + inter;
-            for (int64_t i = 0; i < inter; i++) gate[i] = gate[i] / (1.0f + exp_(-gate[i])) * up[i];
-            quantise(p, gate, inter, r);
-        }
-        meet(&barrier, threads);
-        multiply(p, &l->down, p->x, d->hidden, 1, tid, threads);
-        meet(&barrier, threads);
+        for (int32_t i = 0; i < count; i++)
+            layer(d, layers + i, keys + i * cache_stride, values + i * cache_stride, p, &barrier, tid, threads);
     }
 }
 

@@ -20,7 +20,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import POINTER, Structure, c_float, c_int32, c_uint8, c_uint16, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uint16, c_void_p
 from importlib import resources
 from pathlib import Path
 
@@ -84,10 +84,12 @@ def load(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
         POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint16), i32, i32, i32, ptr
     ]  # fmt: skip
     lib.dspark_rows.argtypes = [POINTER(Linear), ptr, i32, ptr]
-    lib.dspark_layer.argtypes = [POINTER(Dims), POINTER(Layer), ptr, ptr, POINTER(Pass)]
+    lib.dspark_layers.argtypes = [
+        POINTER(Dims), POINTER(Layer), i32, ptr, ptr, c_int64, POINTER(Pass)
+    ]  # fmt: skip
     lib.dspark_linear.argtypes = [POINTER(Linear), ptr, i32, ptr, ptr, ptr, ptr, i32]
     lib.dspark_rms_norm.argtypes = [ptr, ptr, i32, i32, c_float, ptr]
-    for name in ("dspark_pack", "dspark_rows", "dspark_layer", "dspark_linear", "dspark_rms_norm"):
+    for name in ("dspark_pack", "dspark_rows", "dspark_layers", "dspark_linear", "dspark_rms_norm"):
         getattr(lib, name).restype = None
     return lib
 
