@@ -3,10 +3,15 @@
 `from_hf` reads a Hugging Face `config.json` (both the older `rope_theta`/`rope_scaling` spelling
 and the newer `rope_parameters`), `from_gguf` the metadata of a GGUF file. The rest of the code
 knows only this.
+
+Whatever would change the numbers and is not understood is refused rather than ignored: a model
+that runs with the wrong rotation still writes fluent text. What is absent takes the default that
+`transformers` gives it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,33 +81,35 @@ def from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raise CheckpointError(
             f"unknown architecture: model_type is {kind!r}, supported are {', '.join(SUPPORTED)}"
         )
+    quantised = raw.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise CheckpointError(
+            f"the weights are quantised by {method!r}, which is not read: take the unquantised"
+            " checkpoint or a GGUF file"
+        )
 
-    def need(key: str) -> Any:
-        if raw.get(key) is None:
-            raise CheckpointError(f"config.json of a {kind} model has no {key!r}")
-        return raw[key]
+    def size(key: str) -> int:
+        return _size(raw.get(key), f"config.json of a {kind} model: {key}")
 
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act is {activation!r}, only silu is supported")
-    hidden, heads, layers = (
-        need("hidden_size"),
-        need("num_attention_heads"),
-        need("num_hidden_layers"),
-    )
+    heads, layers = size("num_attention_heads"), size("num_hidden_layers")
+    head_dim = raw.get("head_dim") or (128 if kind == "qwen3" else size("hidden_size") // heads)
     bias = bool(raw.get("attention_bias", False))
-    return DecoderConfig(
+    config = DecoderConfig(
         model_type=kind,
-        vocab_size=need("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=need("intermediate_size"),
+        vocab_size=size("vocab_size"),
+        hidden_size=size("hidden_size"),
+        intermediate_size=size("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
-        max_context=need("max_position_embeddings"),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope=_rope_from_hf(raw),
+        head_dim=head_dim,
+        max_context=size("max_position_embeddings"),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_rope_from_hf(kind, raw),
         tie_embeddings=bool(raw.get("tie_word_embeddings", kind == "smollm3")),
         qkv_bias=True if kind == "qwen2" else bias,
         o_bias=False if kind == "qwen2" else bias,
@@ -111,18 +118,51 @@ def from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         windows=_windows(kind, raw, layers),
         rope_layers=_rope_layers(kind, raw, layers),
     )
+    return _consistent(config)
+
+
+def _size(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{what} is {value!r}, expected a positive number")
+    return value
+
+
+def _consistent(c: DecoderConfig) -> DecoderConfig:
+    _size(c.num_kv_heads, "the number of key and value heads")
+    _size(c.head_dim, "the head dimension")
+    if c.num_heads % c.num_kv_heads:
+        raise CheckpointError(
+            f"{c.num_heads} query heads cannot share {c.num_kv_heads} key and value heads"
+        )
+    if c.head_dim % 2:
+        raise CheckpointError(f"a head dimension of {c.head_dim} cannot rotate: it is odd")
+    for what, flags in (("layer_types", c.windows), ("no_rope_layers", c.rope_layers)):
+        if len(flags) != c.num_layers:
+            raise CheckpointError(f"{what} has {len(flags)} entries for {c.num_layers} layers")
+    factors = c.rope.freq_factors
+    if factors is not None and len(factors) != c.head_dim // 2:
+        raise CheckpointError(
+            f"rope_freqs.weight has {len(factors)} entries, expected {c.head_dim // 2}: one for"
+            " each pair of a head"
+        )
+    return c
 
 
 def _windows(kind: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Llama never slides; Mistral does in every layer; Qwen and SmolLM3 where their config says."""
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window", None if kind in ("llama", "smollm3") else 4096)
     slides = kind == "mistral" or (kind != "llama" and bool(raw.get("use_sliding_window")))
     if not slides or window is None:
         return (None,) * layers
+    if kind == "mistral":
+        return (window,) * layers
     types = raw.get("layer_types")
-    if types is not None and kind != "mistral":
+    if types is not None:
         return tuple(window if t == "sliding_attention" else None for t in types)
-    first = raw.get("max_window_layers", 0) if kind.startswith("qwen") else 0
+    if kind == "smollm3":  # the layers that do not rotate slide
+        rotates = _rope_layers(kind, raw, layers)
+        return tuple(None if r else window for r in rotates)
+    first = raw.get("max_window_layers", 28)
     return tuple(window if i >= first else None for i in range(layers))
 
 
@@ -132,15 +172,18 @@ def _rope_layers(kind: str, raw: Mapping[str, Any], layers: int) -> tuple[bool, 
         return (True,) * layers
     flags = raw.get("no_rope_layers")
     if flags:
-        return tuple(bool(f) for f in flags)
+        return tuple(bool(f) for f in flags[:layers])  # the list may be longer than the model
     interval = raw.get("no_rope_layer_interval", 4)
     return tuple((i + 1) % interval != 0 for i in range(layers))
 
 
-def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
+def _rope_from_hf(kind_of_model: str, raw: Mapping[str, Any]) -> RopeConfig:
     params = raw.get("rope_parameters") or {}
     scaling = {**(raw.get("rope_scaling") or {}), **params}
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta") or 10_000.0))
+    if any(isinstance(v, Mapping) for v in scaling.values()):
+        raise CheckpointError("rope_parameters that differ between layers are not supported")
+    usual = 2_000_000.0 if kind_of_model == "smollm3" else 10_000.0
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or usual)
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("partial_rotary_factor other than 1 is not supported")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -148,14 +191,23 @@ def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
         raise CheckpointError(
             f"rope scaling {kind!r} is not supported: expected default, linear, llama3 or yarn"
         )
-    original = scaling.get("original_max_position_embeddings") or raw.get(
-        "original_max_position_embeddings", raw.get("max_position_embeddings", 0)
+    # The value beside the scaling, where there is one, is the pretrained length (as in Phi-3).
+    longest = raw.get("max_position_embeddings", 0)
+    original = (
+        raw.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
+        or longest
     )
+    factor = scaling.get("factor")
+    if factor is None and kind != "default":
+        if kind != "yarn":
+            raise CheckpointError(f"rope scaling {kind!r} has no 'factor'")
+        factor = longest / original
     defaults = RopeConfig()
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
+        factor=1.0 if kind == "default" or factor is None else float(factor),
         original_max_position=int(original),
         low_freq_factor=float(scaling.get("low_freq_factor", defaults.low_freq_factor)),
         high_freq_factor=float(scaling.get("high_freq_factor", defaults.high_freq_factor)),
@@ -169,54 +221,105 @@ def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
 
 
 def from_gguf(
-    meta: Mapping[str, Any], *, tied: bool, freq_factors: tuple[float, ...] | None = None
+    meta: Mapping[str, Any],
+    *,
+    tied: bool,
+    freq_factors: tuple[float, ...] | None = None,
+    biases: frozenset[str] = frozenset(),
 ) -> DecoderConfig:
-    """Read the metadata of a GGUF file of the llama architecture; `tied`: it stores no head.
+    """Read the metadata of a GGUF file of the llama architecture.
 
-    Raises CheckpointError for another architecture or a missing key.
+    What llama.cpp learns from the tensors, not from the metadata, is handed in: `tied` says that no
+    output head is stored, `freq_factors` is `rope_freqs.weight`, `biases` are the parts with a bias
+    (`attn_q`, `attn_output`, `ffn_up`, ...). Raises CheckpointError for another architecture, a
+    missing key or a mixture of experts.
     """
     kind = meta.get("general.architecture")
     if kind != "llama":
         raise CheckpointError(
             f"unknown architecture: the GGUF file holds {kind!r}, supported is llama"
         )
+    if meta.get("llama.expert_count"):
+        raise CheckpointError("the GGUF file holds a mixture of experts, which is not supported")
 
-    def need(key: str) -> Any:
-        if f"llama.{key}" not in meta:
-            raise CheckpointError(f"the GGUF file has no llama.{key}")
-        return meta[f"llama.{key}"]
+    def size(key: str, default: Any = None) -> int:
+        return _size(meta.get(f"llama.{key}", default), f"the GGUF file: llama.{key}")
 
     hidden, heads, layers = (
-        need("embedding_length"), need("attention.head_count"), need("block_count")
+        size("embedding_length"), size("attention.head_count"), size("block_count")
     )  # fmt: skip
-    head_dim = meta.get("llama.attention.key_length", hidden // heads)
-    rotated = meta.get("llama.rope.dimension_count", head_dim)
-    scaling = meta.get("llama.rope.scaling.type", "none")
+    head_dim = size("attention.key_length", hidden // heads)
+    rotated = size("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise CheckpointError(f"rotating {rotated} of {head_dim} dimensions is not supported")
-    if scaling not in ("none", "linear", "yarn"):
-        raise CheckpointError(f"rope scaling {scaling!r} is not supported: expected linear or yarn")
-    context = need("context_length")
-    return DecoderConfig(
+    if size("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError("values of another head dimension than keys are not supported")
+    eps = meta.get("llama.attention.layer_norm_rms_epsilon")
+    if eps is None:
+        raise CheckpointError("the GGUF file has no llama.attention.layer_norm_rms_epsilon")
+    context = size("context_length")
+    config = DecoderConfig(
         model_type="llama",
-        vocab_size=meta.get("llama.vocab_size") or len(meta["tokenizer.ggml.tokens"]),
+        vocab_size=size("vocab_size", len(meta.get("tokenizer.ggml.tokens", ()))),
         hidden_size=hidden,
-        intermediate_size=need("feed_forward_length"),
+        intermediate_size=size("feed_forward_length"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=meta.get("llama.attention.head_count_kv", heads),
+        num_kv_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_context=context,
-        rms_norm_eps=need("attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(
-            theta=meta.get("llama.rope.freq_base", 10_000.0),
-            kind="default" if scaling == "none" else scaling,
-            factor=meta.get("llama.rope.scaling.factor", 1.0),
-            original_max_position=meta.get("llama.rope.scaling.original_context_length", context),
-            attention_factor=meta.get("llama.rope.scaling.attn_factor"),
-            freq_factors=freq_factors,
-        ),
+        rms_norm_eps=eps,
+        rope=_rope_from_gguf(meta, context, freq_factors),
         tie_embeddings=tied,
+        qkv_bias=_all_or_none(biases, "attn_q", "attn_k", "attn_v"),
+        o_bias="attn_output" in biases,
+        mlp_bias=_all_or_none(biases, "ffn_gate", "ffn_up", "ffn_down"),
         windows=(None,) * layers,
         rope_layers=(True,) * layers,
+    )
+    return _consistent(config)
+
+
+def _all_or_none(biases: frozenset[str], *parts: str) -> bool:
+    found = biases & set(parts)
+    if found and len(found) < len(parts):
+        raise CheckpointError(
+            f"biases for {', '.join(sorted(found))} alone are not supported: expected"
+            f" {', '.join(parts)} or none of them"
+        )
+    return bool(found)
+
+
+def _rope_from_gguf(
+    meta: Mapping[str, Any], context: int, freq_factors: tuple[float, ...] | None
+) -> RopeConfig:
+    """The keys `llama.rope.*`, read as llama.cpp reads them."""
+
+    def get(key: str, default: Any = None) -> Any:
+        return meta.get(f"llama.rope.{key}", default)
+
+    # Without a type llama.cpp takes linear; a factor of 0 means none.
+    factor = float(get("scaling.factor", get("scale_linear", 0.0)) or 1.0)
+    kind = get("scaling.type", "linear" if factor != 1.0 else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise CheckpointError(f"rope scaling {kind!r} is not supported: expected linear or yarn")
+    theta = float(get("freq_base", 10_000.0))
+    weight = float(get("scaling.attn_factor", get("scaling.yarn_attn_factor", 1.0)))
+    if kind != "yarn":
+        if weight != 1.0:
+            raise CheckpointError(f"llama.rope.scaling.attn_factor {weight} needs yarn")
+        if kind == "none":
+            return RopeConfig(theta=theta, freq_factors=freq_factors)
+        return RopeConfig(theta=theta, kind="linear", factor=factor, freq_factors=freq_factors)
+    if freq_factors is not None:
+        raise CheckpointError("rope_freqs.weight together with yarn scaling is not supported")
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position=int(get("scaling.original_context_length", context)),
+        beta_fast=float(get("scaling.yarn_beta_fast", 32.0)),
+        beta_slow=float(get("scaling.yarn_beta_slow", 1.0)),
+        # llama.cpp multiplies its factor into the usual one; here as in HF it is the whole of it.
+        attention_factor=None if weight == 1.0 else weight * (0.1 * math.log(factor) + 1.0),
     )

@@ -7,10 +7,14 @@ second.
 llama.cpp stores the query and key rows of the llama architecture in interleaved rotary order; they
 are put back into the half-split order of Hugging Face. Whole rows move, so quantised blocks stay
 exact.
+
+Not promised: big-endian files, files split into several, quantisation types other than those of
+`_SUPPORTED`. They are refused by name when the file is opened.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Iterator
@@ -83,7 +87,7 @@ class GgufFile:
             raise CheckpointError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
         try:
             self.metadata, self.entries = self._scan()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as e:
+        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as e:
             raise CheckpointError(
                 f"{path} is damaged or truncated: its header does not end within its"
                 f" {len(self._map)} bytes"
@@ -148,6 +152,8 @@ class GgufFile:
             dims = [take("Q") for _ in range(take("I"))]
             table.append((name, tuple(dims[::-1]), take("I"), take("Q")))
         align = metadata.get("general.alignment", 32)
+        if not isinstance(align, int) or align < 1:
+            raise CheckpointError(f"{self.path}: general.alignment is {align!r}")
         start = -(-at // align) * align
         entries = {}
         for name, shape, number, offset in table:
@@ -158,18 +164,37 @@ class GgufFile:
                     f"{self.path}: tensor {name} has unknown type {number}"
                 ) from e
             per_block, block_bytes = GGML_QUANT_SIZES[kind]
-            size = int(np.prod(shape, dtype=np.int64)) // per_block * block_bytes
+            if not shape or shape[-1] % per_block:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} of shape {list(shape)} does not divide into blocks"
+                    f" of {per_block} ({kind.name})"
+                )
+            size = math.prod(shape) // per_block * block_bytes
             entries[name] = _Entry(shape, kind.name, start + offset, size)
         return metadata, entries
 
     def config(self) -> DecoderConfig:
         """The decoder that the metadata describes. Raises CheckpointError for another kind."""
         factors = None
-        if "rope_freqs.weight" in self.entries:  # how llama.cpp stores the llama3 stretching
+        stretched = self.entries.get("rope_freqs.weight")
+        if stretched is not None:  # how llama.cpp stores the llama3 stretching
+            if stretched.kind != "F32":
+                raise CheckpointError(
+                    f"{self.path}: rope_freqs.weight is {stretched.kind}, not F32"
+                )
             factors = tuple(self.raw("rope_freqs.weight").view(np.float32).tolist())
-        return from_gguf(
-            self.metadata, tied="output.weight" not in self.entries, freq_factors=factors
-        )
+        layers = [p for n in self.entries if len(p := n.split(".")) == 4 and p[0] == "blk"]
+        try:
+            return from_gguf(
+                self.metadata,
+                tied="output.weight" not in self.entries,
+                freq_factors=factors,
+                biases=frozenset(p[2] for p in layers if p[3] == "bias"),
+            )
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.path}: {e}") from e
+        except (TypeError, ValueError) as e:
+            raise CheckpointError(f"{self.path} holds a value of a wrong kind: {e}") from e
 
 
 class GgufSource:
@@ -179,13 +204,19 @@ class GgufSource:
         self._file = file
         self._config = config
         self._stored = dict(self._rename())
+        """Canonical name -> name in the file."""
+        for name, stored in self._stored.items():
+            if (kind := self._entry(name).kind) not in _SUPPORTED:
+                raise CheckpointError(
+                    f"{file.path}: tensor {stored} is {kind}, supported are {', '.join(_SUPPORTED)}"
+                )
 
     def _rename(self) -> Iterator[tuple[str, str]]:
         for name in self._file.entries:
             if name in _NAMES:
                 yield _NAMES[name], name
-            elif name.startswith("blk."):
-                _, layer, part, ending = name.split(".", 3)
+            elif name.startswith("blk.") and name.count(".") == 3:
+                _, layer, part, ending = name.split(".")
                 if part in _LAYER_NAMES:
                     yield f"model.layers.{layer}.{_LAYER_NAMES[part]}.{ending}", name
 
@@ -202,11 +233,6 @@ class GgufSource:
         import gguf
 
         entry = self._entry(name)
-        if entry.kind not in _SUPPORTED:
-            raise CheckpointError(
-                f"{self._file.path}: tensor {self._stored[name]} is {entry.kind}, supported are"
-                f" {', '.join(_SUPPORTED)}"
-            )
         kind = gguf.GGMLQuantizationType[entry.kind]
         raw = self._file.raw(self._stored[name])
         if entry.kind in ("F32", "F16"):

@@ -13,6 +13,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dspark.errors import CheckpointError
 from dspark.models.config import DecoderConfig, from_hf
@@ -20,7 +21,9 @@ from dspark.models.weights import WeightSource
 from dspark.tokenizer import Tokenizer
 
 DEFAULT = "smollm2-135m-instruct"
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+_HUB_NOT = ["*/*", "consolidated*"]
+"""Other layouts of the same weights (onnx/, original/, Mistral's own) would double the download."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Checkpoint:
 
     name: str
     path: Path
+    kind: Literal["gguf", "hf"]
     config: DecoderConfig
     weights: WeightSource
     tokenizer: Tokenizer
@@ -43,11 +47,18 @@ def load_checkpoint(name: str) -> Checkpoint:
             raise CheckpointError(f"{path} is not a model directory: it has no config.json")
         try:
             raw = json.loads(config_path.read_text())
-        except ValueError as e:
+        except (OSError, ValueError) as e:
             raise CheckpointError(f"{config_path} is not JSON: {e}") from e
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{config_path} holds no JSON object")
         from dspark.models.safetensors_source import SafetensorsSource
 
-        config = from_hf(raw)
+        try:
+            config = from_hf(raw)
+        except CheckpointError as e:
+            raise CheckpointError(f"{config_path}: {e}") from e
+        except (TypeError, ValueError, AttributeError) as e:
+            raise CheckpointError(f"{config_path} holds a value of a wrong kind: {e}") from e
         weights: WeightSource = SafetensorsSource(path)
         tokenizer = Tokenizer.from_directory(path)
     else:
@@ -59,7 +70,8 @@ def load_checkpoint(name: str) -> Checkpoint:
         tokenizer = Tokenizer.from_gguf(file.metadata)
     check_shapes(config, weights, path)
     label = DEFAULT if name in ("default", DEFAULT) else name
-    return Checkpoint(label, path, config, weights, tokenizer)
+    kind: Literal["gguf", "hf"] = "hf" if path.is_dir() else "gguf"
+    return Checkpoint(label, path, kind, config, weights, tokenizer)
 
 
 def resolve(name: str) -> Path:
@@ -92,7 +104,11 @@ def _from_hub(name: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_NOT
+            )
+        )
     except Exception as e:  # network, cache and authentication errors share no base class
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise CheckpointError(
