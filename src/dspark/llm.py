@@ -18,7 +18,7 @@ import torch
 
 from dspark.drafters.base import build
 from dspark.engine.engine import Engine
-from dspark.errors import ConfigError, InvalidRequestError
+from dspark.errors import ConfigError, InvalidRequestError, ResourceError
 from dspark.models.build import build_target, choose
 from dspark.models.loading import load_checkpoint
 from dspark.types import Chunk, Output, Request, Round, SamplingParams
@@ -73,8 +73,10 @@ class LLM:
     def set_drafter(self, name: str, num_draft_tokens: int | None = None) -> None:
         """Go on with another drafter over the same loaded target.
 
-        Raises ConfigError for an unknown name or a block length the drafter cannot honour.
+        Raises ConfigError for an unknown name or a block length the drafter cannot honour,
+        ResourceError while a stream is open.
         """
+        self._refuse_if_busy()
         reason = "as asked"
         if name == "auto":
             name = "ngram"
@@ -136,7 +138,8 @@ class LLM:
         """Yield the answer token by token; `last_output` holds it whole afterwards.
 
         Messages go through the chat template, text and ids do not. Closing the iterator early
-        cancels the request. `on_round` sees every round before its tokens are yielded.
+        cancels the request; until it ended or was closed, other requests raise ResourceError.
+        `on_round` sees every round before its tokens are yielded.
         """
         request = self._request(self._ids(prompt), params or SamplingParams())
         self._engine.on_round = on_round
@@ -146,7 +149,16 @@ class LLM:
             self._engine.on_round = None
             self.last_output = self._outputs.get(request.id)
 
+    def _refuse_if_busy(self) -> None:
+        """Two callers must not step one engine: each would swallow the other's chunks."""
+        engine: Engine | None = getattr(self, "_engine", None)
+        if engine is not None and engine.has_work:
+            raise ResourceError(
+                "a stream of this LLM is still open: read it to its end or close() it first"
+            )
+
     def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
+        self._refuse_if_busy()
         self._count += 1
         return Request(f"request-{self._count}", ids, params)
 
