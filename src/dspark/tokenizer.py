@@ -7,8 +7,10 @@ directory, or the vocabulary and merges in a GGUF file's metadata, put together 
 Beyond encode and decode the engine needs the bytes of one token, because a stream decodes bytes,
 not tokens (`engine/stream.py`).
 
-Not supported: SentencePiece vocabularies inside GGUF files (Llama 2); take the Hugging Face
-directory.
+Not promised: the exact cut of text with a SentencePiece vocabulary (Llama 2) from a GGUF file. Such
+a file has scores instead of merges; the merges made of them here agree but for rare overlaps of one
+repeated character. And whoever may write special tokens into a message may end its turn, as in
+other engines.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ from typing import Any
 from dspark.errors import CheckpointError, InvalidRequestError
 
 _SPACE = "\u2581"
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
+"""Kinds of token in `tokenizer.ggml.token_type`."""
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_WORDS = {
+    "llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS
+}  # fmt: skip
 
 
 class Tokenizer:
@@ -63,7 +69,12 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Ids of `text`; special tokens written in it are recognised. `add_special` adds what the
         model wants in front of a text (BOS)."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        except TypeError as e:  # what the library makes of a str that UTF-8 cannot express
+            raise InvalidRequestError(
+                "the text is not valid Unicode: it holds half of a surrogate pair"
+            ) from e
         if add_special and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         return ids
@@ -74,7 +85,11 @@ class Tokenizer:
         return text
 
     def id_to_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for a special or unknown one."""
+        """The bytes that a token adds to a text; none for a special or unknown one.
+
+        A SentencePiece token keeps the space in front of its word, which `decode` strips at the
+        very beginning.
+        """
         if token not in self._bytes:
             self._bytes[token] = self._to_bytes(token)
         return self._bytes[token]
@@ -121,16 +136,23 @@ class Tokenizer:
                 "this model has no chat template: pass the prompt as raw text (--raw)"
             )
         for m in messages:
-            if "role" not in m or "content" not in m:
-                raise InvalidRequestError(f"a message needs role and content, got {sorted(m)}")
+            if not isinstance(m, Mapping) or "role" not in m or "content" not in m:
+                given = sorted(m) if isinstance(m, Mapping) else type(m).__name__
+                raise InvalidRequestError(f"a message needs role and content, got {given}")
         try:
-            text: str = _compiled(self._template).render(
+            template = _compiled(self._template)
+        except jinja2.TemplateSyntaxError as e:
+            raise CheckpointError(f"the model's chat template is damaged: {e}") from e
+        # Templates test these two with `is not none`, which an undefined name passes.
+        defaults = {"tools": None, "documents": None}
+        try:
+            text: str = template.render(
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
-                **{**self._special, **variables},
+                **{**defaults, **self._special, **variables},
             )
             return text
-        except jinja2.TemplateError as e:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
             raise InvalidRequestError(f"the chat template refused the messages: {e}") from e
 
     # -- where it comes from -------------------------------------------------------------------
@@ -142,7 +164,10 @@ class Tokenizer:
 
         path = directory / "tokenizer.json"
         if not path.exists():
-            raise CheckpointError(f"{directory} has no tokenizer.json")
+            hint = ""
+            if (directory / "tokenizer.model").exists():
+                hint = " (tokenizer.model is not read: convert it with transformers' AutoTokenizer)"
+            raise CheckpointError(f"{directory} has no tokenizer.json{hint}")
         try:
             backend = Backend.from_file(str(path))
         except Exception as e:  # the library raises bare Exception
@@ -152,8 +177,9 @@ class Tokenizer:
         settings = _json(directory / "tokenizer_config.json")
         special = {
             key: value["content"] if isinstance(value, dict) else value
-            for key, value in settings.items()
-            if key.endswith("_token") and isinstance(value, str | dict)
+            for key, value in {**_json(directory / "special_tokens_map.json"), **settings}.items()
+            if key.endswith("_token")
+            and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
         }
         ids: list[int] = []
         for config in ("generation_config.json", "config.json"):
@@ -179,62 +205,107 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, meta: Mapping[str, Any]) -> Tokenizer:
         """From the metadata of a GGUF file. Raises CheckpointError for an unsupported kind."""
-        from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-        from tokenizers import Tokenizer as Backend
-
         prefix = "tokenizer.ggml."
         kind, pre = meta.get(prefix + "model"), meta.get(prefix + "pre", "default")
-        if kind != "gpt2":
+        if kind not in ("gpt2", "llama"):
             raise CheckpointError(
-                f"the GGUF file's tokenizer is {kind!r}, supported is gpt2 (byte-level BPE):"
-                " use the Hugging Face directory of the model"
+                f"the GGUF file's tokenizer is {kind!r}, supported are gpt2 (byte-level BPE) and"
+                " llama (SentencePiece): use the Hugging Face directory of the model"
             )
-        words = {"llama-bpe": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS}.get(pre)
-        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        if words is not None:
-            from tokenizers import Regex
+        tokens = meta.get(prefix + "tokens")
+        types = meta.get(prefix + "token_type") or [_NORMAL] * len(tokens or ())
+        if not tokens or len(types) != len(tokens):
+            raise CheckpointError(
+                f"the GGUF file has {len(tokens or ())} tokens and {len(types)} token types"
+            )
+        spm = kind == "llama"
+        backend = _sentencepiece(meta, tokens, types) if spm else _byte_level(meta, tokens, pre)
+        from tokenizers import AddedToken
 
-            split = pre_tokenizers.Split(Regex(words), "isolated")
-            steps = [split, bytes_only]
-        elif pre in ("smollm", "gpt-2", "default"):
-            steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-            steps.append(whole)
-        else:
-            raise CheckpointError(
-                f"the GGUF file splits words in the way {pre!r}, supported are smollm, gpt-2,"
-                " default, llama-bpe, qwen2: use the Hugging Face directory of the model"
-            )
-        tokens, types = meta[prefix + "tokens"], meta.get(prefix + "token_type", [])
-        merges = [tuple(m.split(" ", 1)) for m in meta.get(prefix + "merges", [])]
-        backend = Backend(
-            models.BPE(
-                {t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe"
-            )
-        )
-        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        backend.decoder = decoders.ByteLevel()
-        if pre == "qwen2":
-            backend.normalizer = normalizers.NFC()
         added = [(i, t) for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)]
         backend.add_tokens(
             [AddedToken(tokens[i], special=t == _CONTROL, normalized=False) for i, t in added]
         )
+        usual = {"bos": 1, "eos": 2} if spm else {}
         named = {
-            name: meta.get(f"{prefix}{name}_token_id") for name in ("bos", "eos", "eot", "padding")
+            name: i
+            for name in ("bos", "eos", "eot", "eom", "padding", "unknown")
+            if (i := meta.get(f"{prefix}{name}_token_id", usual.get(name))) is not None
+            and 0 <= i < len(tokens)
         }
+        short = {"padding": "pad", "unknown": "unk"}
         return cls(
             backend,
-            eos_ids=[i for n in ("eos", "eot") if (i := named[n]) is not None],
-            bos_id=named["bos"],
-            add_bos=bool(meta.get(prefix + "add_bos_token", False)),
+            eos_ids=[named[n] for n in ("eos", "eot", "eom") if n in named],
+            bos_id=named.get("bos"),
+            # llama.cpp's own defaults where the file is silent
+            add_bos=bool(meta.get(prefix + "add_bos_token", spm or pre in ("llama-bpe", "llama3"))),
             chat_template=meta.get("tokenizer.chat_template"),
-            special_tokens={
-                ("pad" if n == "padding" else n) + "_token": tokens[i]
-                for n, i in named.items()
-                if i is not None
-            },
+            special_tokens={short.get(n, n) + "_token": tokens[i] for n, i in named.items()},
         )
+
+
+def _byte_level(meta: Mapping[str, Any], tokens: list[str], pre: str) -> Any:
+    """The backend of GPT-2's kind; `pre` names how text is cut into words before merging."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    if pre in _WORDS:
+        steps = [
+            pre_tokenizers.Split(Regex(_WORDS[pre]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    elif pre in ("smollm", "gpt-2", "default"):
+        steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
+    else:
+        raise CheckpointError(
+            f"the GGUF file splits words in the way {pre!r}, supported are smollm, gpt-2, default,"
+            f" {', '.join(_WORDS)}: use the Hugging Face directory of the model"
+        )
+    merges = [tuple(m.split(" ", 1)) for m in meta.get("tokenizer.ggml.merges", [])]
+    try:
+        whole_first = _WORDS.get(pre) == _LLAMA3_WORDS
+        model = models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=whole_first)
+    except Exception as e:  # the library raises bare Exception
+        raise CheckpointError(f"the GGUF file's merges do not fit its tokens: {e}") from e
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(meta: Mapping[str, Any], tokens: list[str], types: list[int]) -> Any:
+    """The backend of Llama 2's kind: any two pieces merge if the result is a token, and the token
+    with the highest score goes first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = meta.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise CheckpointError("the GGUF file's SentencePiece tokenizer has no scores")
+    ids = {t: i for i, t in enumerate(tokens)}
+    parts = {t for t, i in ids.items() if types[i] in (_NORMAL, _USER_DEFINED)}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in sorted(parts, key=lambda t: (-scores[ids[t]], ids[t]))
+        for cut in range(1, len(token))
+        if token[:cut] in parts and token[cut:] in parts
+    ]
+    unknown = meta.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = Tokenizer(
+        models.BPE(
+            ids, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=_BYTE in types
+        )
+    )
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    back: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if meta.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        back.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(back)
+    return backend
 
 
 @functools.cache
@@ -249,17 +320,29 @@ def _byte_of_char() -> dict[str, int]:
 @functools.cache
 def _compiled(template: str) -> Any:
     """The template in a sandbox, with the functions that Hugging Face's templates expect."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's text for training; here it only groups."""
+
+        tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    def tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)  # jinja's own escapes HTML
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
