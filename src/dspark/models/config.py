@@ -136,7 +136,7 @@ def _consistent(c: DecoderConfig) -> DecoderConfig:
         )
     if c.head_dim % 2:
         raise CheckpointError(f"a head dimension of {c.head_dim} cannot rotate: it is odd")
-    for what, flags in (("layer_types", c.windows), ("no_rope_layers", c.rope_layers)):
+    for what, flags in (("no_rope_layers", c.rope_layers), ("layer_types", c.windows)):
         if len(flags) != c.num_layers:
             raise CheckpointError(f"{what} has {len(flags)} entries for {c.num_layers} layers")
     factors = c.rope.freq_factors
