@@ -114,6 +114,10 @@ class LLM:
         `params` holds for all prompts, or is one for each. Raises InvalidRequestError.
         """
         many = [prompts] if isinstance(prompts, str) else list(prompts)
+        if any(isinstance(p, int) for p in many):
+            raise InvalidRequestError(
+                "generate got one list of token ids: expected a list of prompts, so put it into one"
+            )
         if isinstance(params, Sequence):
             each = list(params)
         else:

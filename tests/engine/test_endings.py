@@ -8,7 +8,7 @@ import pytest
 
 from dspark.drafters.none import NoDrafter
 from dspark.engine.engine import Engine
-from dspark.errors import InvalidRequestError
+from dspark.errors import ConfigError, InvalidRequestError
 from dspark.types import Output, SamplingParams
 from tests.engine.oracle import (
     PATTERNS,
@@ -304,3 +304,9 @@ def test_cancelling_delivers_held_text_once() -> None:
     output = engine.take_output("r")
     assert chunks == ["x", "", ""]
     assert output is not None and output.text == "xab"
+
+
+def test_a_chunk_size_that_never_progresses_is_refused() -> None:
+    model = target()
+    with pytest.raises(ConfigError, match="prefill_chunk=0"):
+        Engine(model, NoDrafter(model), ByteTokenizer((EOS,)), prefill_chunk=0)

@@ -29,7 +29,7 @@ from torch import Tensor
 from dspark.drafters.base import Drafter
 from dspark.engine.batch import Sequence, committed_rows
 from dspark.engine.stream import TextStream
-from dspark.errors import InvalidRequestError
+from dspark.errors import ConfigError, InvalidRequestError
 from dspark.models.target import Segment, Target, pack
 from dspark.sampling import check_params, streams
 from dspark.types import Chunk, Draft, Output, Request, Round, Stats, Verdict
@@ -59,6 +59,8 @@ class Engine:
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         """`prefill_chunk` caps the prompt tokens of one pass, over all requests."""
+        if prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk={prefill_chunk} is out of range: expected 1 or more")
         self.target = target
         self.drafter = drafter
         self.on_round = on_round
