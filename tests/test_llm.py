@@ -168,6 +168,11 @@ BAD: dict[str, tuple[Callable[[LLM], Any], type[DSparkError], str]] = {
     "empty text": (lambda llm: llm.generate(""), InvalidRequestError, "prompt is empty"),
     "empty ids": (lambda llm: llm.generate([[]]), InvalidRequestError, "prompt is empty"),
     "empty stream": (lambda llm: list(llm.stream("")), InvalidRequestError, "prompt is empty"),
+    "one list of ids": (
+        lambda llm: llm.generate((1, 2, 3)),
+        InvalidRequestError,
+        "one list of token ids",
+    ),
     "foreign id": (lambda llm: llm.generate([[10**6]]), InvalidRequestError, "outside 0.."),
     "message without role": (
         lambda llm: llm.chat([{"content": "hello"}]),
