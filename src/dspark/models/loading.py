@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -69,9 +69,25 @@ def load_checkpoint(name: str) -> Checkpoint:
         weights = GgufSource(file, config)
         tokenizer = Tokenizer.from_gguf(file.metadata)
     check_shapes(config, weights, path)
+    if config.tie_embeddings and "lm_head.weight" in weights.names():
+        config = _with_stored_head(config, weights)
     label = DEFAULT if name in ("default", DEFAULT) else name
     kind: Literal["gguf", "hf"] = "hf" if path.is_dir() else "gguf"
     return Checkpoint(label, path, kind, config, weights, tokenizer)
+
+
+def _with_stored_head(config: DecoderConfig, weights: WeightSource) -> DecoderConfig:
+    """The flag says tied and a head is stored: if it is another one it counts, as it does in
+    `transformers`."""
+    import torch
+
+    untied = replace(config, tie_embeddings=False)
+    wanted = expected_shapes(untied)["lm_head.weight"]
+    if weights.shape("lm_head.weight") != wanted or torch.equal(
+        weights.tensor("lm_head.weight"), weights.tensor("model.embed_tokens.weight")
+    ):
+        return config
+    return untied
 
 
 def resolve(name: str) -> Path:
