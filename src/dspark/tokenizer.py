@@ -152,7 +152,7 @@ class Tokenizer:
                 **{**defaults, **self._special, **variables},
             )
             return text
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
+        except Exception as e:  # a template is a program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {e}") from e
 
     # -- where it comes from -------------------------------------------------------------------
