@@ -75,7 +75,8 @@ def build_target(
     Raises ConfigError for a context the model was not made for, ResourceError if memory is short.
     """
     config = checkpoint.config
-    context = max_context or min(config.max_context, DEFAULT_CONTEXT)
+    usual = min(config.max_context, DEFAULT_CONTEXT)
+    context = usual if max_context is None else max_context
     if not 2 <= context <= config.max_context:
         raise ConfigError(
             f"max_context={context} is out of range: {checkpoint.name} holds 2 to"
