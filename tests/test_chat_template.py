@@ -44,7 +44,7 @@ def with_template(path: Path, template: Any) -> Tokenizer:
 @pytest.mark.parametrize("prompt", [True, False])
 def test_equals_transformers(tmp_path: Path, name: str, prompt: bool) -> None:
     ours = with_template(tmp_path, TEMPLATES[name])
-    oracle = PreTrainedTokenizerFast(
+    oracle: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(tmp_path / "tokenizer.json"),
         bos_token="<bos>",
         eos_token="<eos>",

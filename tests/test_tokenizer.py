@@ -161,7 +161,8 @@ def test_cut_of_llama_3(metadata: dict[str, Any]) -> None:
 
 
 SPM_WORDS = [
-    "▁", "a", "b", "c", "é", "\n", "▁a", "ab", "▁ab", "abc", "bc", "▁▁", "▁▁▁", "aa", "aaa", "▁c", "ca"
+    "▁", "a", "b", "c", "é", "\n", "▁a", "ab", "▁ab", "abc", "bc", "▁▁", "▁▁▁", "aa", "aaa",
+    "▁c", "ca",
 ]  # fmt: skip
 SPM: dict[str, Any] = {
     "tokenizer.ggml.model": "llama",
