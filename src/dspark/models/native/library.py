@@ -82,8 +82,8 @@ def load(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(_compiled(extra_flags)))
     except OSError as e:
         raise ResourceError(
-            f"the int8 kernels cannot be kept or loaded in {cache_dir()} ({e}): set XDG_CACHE_HOME to"
-            " a folder that can be written, or take --dtype fp32 or bf16"
+            f"the int8 kernels cannot be kept or loaded in {cache_dir()} ({e}): set"
+            " XDG_CACHE_HOME to a folder that can be written, or take --dtype fp32 or bf16"
         ) from e
     i32, ptr = c_int32, c_void_p
     lib.dspark_pack.argtypes = [
