@@ -119,6 +119,40 @@ def test_a_stop_string(llm: LLM) -> None:
     assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
 
 
+def test_completions_read_requests_as_slots_come_free(llm: LLM) -> None:
+    """Each text as if alone, by number; never more requests taken than slots were free."""
+    prompts = [llm.encode_prompt(f"Name {n} colours.") for n in range(9)]
+    params = [SamplingParams(max_tokens=3 + 5 * (n % 4)) for n in range(9)]
+    taken: list[int] = []
+    finished: dict[int, Output] = {}
+
+    def requests() -> Iterator[tuple[tuple[int, ...], SamplingParams]]:
+        for n, pair in enumerate(zip(prompts, params, strict=True)):
+            taken.append(n)
+            assert len(taken) - len(finished) <= llm.target.num_slots
+            yield pair
+
+    for number, output in llm.completions(requests()):
+        assert number not in finished
+        finished[number] = output
+    assert sorted(finished) == taken == list(range(9))
+    assert list(finished) != sorted(finished)  # short texts did not wait for long ones
+    for n, output in finished.items():
+        assert same(llm.generate([prompts[n]], params[n])[0], output)
+    assert list(llm.completions([])) == []
+
+
+def test_completions_closed_early_or_refused_leave_nothing_behind(llm: LLM) -> None:
+    stream = llm.completions((MESSAGES, SamplingParams(max_tokens=2 + n)) for n in range(99))
+    assert next(stream)[0] == 0
+    with pytest.raises(ResourceError, match="still open"):
+        llm.generate("x", SHORT)
+    stream.close()  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequestError, match="prompt is empty"):
+        list(llm.completions([("good", SHORT), ((), SHORT)]))
+    assert len(llm.generate(["a"] * 4, SamplingParams(max_tokens=2))) == 4
+
+
 # -- the promise -----------------------------------------------------------------------------------
 
 

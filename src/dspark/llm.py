@@ -11,7 +11,7 @@ belongs to one thread; a server puts it into one of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -152,6 +152,40 @@ class LLM:
         finally:
             self._engine.on_round = None
             self.last_output = self._outputs.get(request.id)
+
+    def completions(
+        self, requests: Iterable[tuple[Prompt | Sequence[Message], SamplingParams]]
+    ) -> Iterator[tuple[int, Output]]:
+        """Yield (number of the request, output) as texts finish, which is in any order.
+
+        `requests` is read only as slots come free: it may be endless, and may depend on outputs
+        yielded before, and no slot waits for the longest text of a batch. Closing the iterator
+        cancels what is in flight. Raises InvalidRequestError at a bad request, which cancels too.
+        """
+        self._refuse_if_busy()
+        waiting = enumerate(requests)
+        running: dict[str, int] = {}
+        try:
+            while True:
+                while len(running) < self.target.num_slots:
+                    number, (prompt, params) = next(waiting, (-1, ((), None)))
+                    if params is None:
+                        break
+                    self._count += 1
+                    request = Request(f"request-{self._count}", self._ids(prompt), params)
+                    self._engine.submit(request)
+                    running[request.id] = number
+                if not running:
+                    return
+                for chunk in self._engine.step():
+                    if chunk.finish_reason is not None:
+                        output = self._engine.take_output(chunk.request_id)
+                        assert output is not None
+                        yield running.pop(chunk.request_id), output
+        finally:
+            for name in running:
+                self._engine.cancel(name)
+                self._engine.take_output(name)
 
     def _refuse_if_busy(self) -> None:
         """Two callers must not step one engine: each would swallow the other's chunks."""
