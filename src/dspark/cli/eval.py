@@ -294,7 +294,8 @@ def _positions(
 def _verdict(a: evaluate.Agreement, drafter: str) -> str:
     error = "" if a.standard_error is None else f" ± {a.standard_error:.2f}"
     verdict = "agrees within" if a.within else "differs by more than"
-    doubt = "" if a.certain else "; too few texts to be sure (twice the standard error reaches 5 %)"
+    unsure = "; too few texts to be sure: two standard errors cross that limit"
+    doubt = "" if a.certain else unsure
     return (
         f"estimate of {drafter}: served {a.served:.2f}{error} on these prompts at temperature "
         f"{a.temperature:g} (full blocks {_number(a.served_full_blocks, 2)}), estimated in "
