@@ -20,7 +20,6 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
-from dspark.errors import ConfigError
 from dspark.models.target import Target
 from dspark.types import Draft, SamplingParams
 
@@ -30,7 +29,7 @@ DRAFTERS: Mapping[str, str] = MappingProxyType(
         "ngram": "dspark.drafters.ngram:NgramDrafter",
     }
 )
-"""Name -> "module:class"; a new drafter is one new file and one line here."""
+"""Name -> "module:class"; a new drafter without weights is one new file and one line here."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,19 @@ class Drafter(ABC):
         """The sequence in `slot` has ended: forget it."""
 
 
-def build(name: str, target: Target, num_draft_tokens: int | None = None) -> Drafter:
-    """The drafter called `name` for `target`. Raises ConfigError for an unknown name."""
+def build(
+    name: str, target: Target, num_draft_tokens: int | None = None, *, model: str = ""
+) -> Drafter:
+    """The drafter called `name` for `target`: a registered one, the one of that name that ships for
+    `model`, or the one in the directory `name`.
+
+    Raises ConfigError for an unknown name or a length it cannot honour, CheckpointError for a
+    checkpoint that is damaged or was made for another target.
+    """
     if name not in DRAFTERS:
-        raise ConfigError(
-            f"unknown drafter {name!r}: expected one of {', '.join(sorted(DRAFTERS))}"
-        )
+        from dspark.drafters import trained
+
+        return trained.build(name, target, num_draft_tokens, model)
     module, cls = DRAFTERS[name].split(":")
     drafter: Drafter = getattr(importlib.import_module(module), cls)(target, num_draft_tokens)
     return drafter

@@ -1,6 +1,6 @@
 """The round.
 
-    admission -> draft -> one ragged pass -> accept -> commit -> text
+    admission -> draft -> schedule -> one ragged pass -> accept -> commit -> text
 
 `Engine.step` is that, on one screen, for every drafter; plain decoding is the drafter `none` on the
 same path. All requests in flight share the pass: those still reading their prompt contribute a
@@ -32,6 +32,7 @@ from dspark.engine.stream import TextStream
 from dspark.errors import ConfigError, InvalidRequestError
 from dspark.models.target import Segment, Target, pack
 from dspark.sampling import check_params, streams
+from dspark.schedule.prefix import ROW_COST, prefix_length
 from dspark.types import Chunk, Draft, Output, Request, Round, Stats, Verdict
 from dspark.verify import accept
 
@@ -56,9 +57,15 @@ class Engine:
         tokenizer: TokenText,
         *,
         prefill_chunk: int = 256,
+        row_cost: float | None = ROW_COST,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
-        """`prefill_chunk` caps the prompt tokens of one pass, over all requests."""
+        """Serve requests over `target`.
+
+        prefill_chunk  caps the prompt tokens of one pass, over all requests
+        row_cost       what verifying a token costs, as a share of a one-row pass: drafts with a
+                       confidence are cut where they stop paying. None verifies whole drafts
+        """
         if prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk={prefill_chunk} is out of range: expected 1 or more")
         self.target = target
@@ -66,6 +73,7 @@ class Engine:
         self.on_round = on_round
         self._tokenizer = tokenizer
         self._prefill_chunk = prefill_chunk
+        self._row_cost = row_cost
         self._waiting: deque[Request] = deque()
         self._arrived: dict[str, float] = {}
         self._running: list[Sequence] = []
@@ -131,7 +139,8 @@ class Engine:
         clock.append(time.perf_counter())
         proposed = self._propose(decoding)
         clock.append(time.perf_counter())
-        sequences, segments, drafts = self._assemble(decoding, proposed)
+        kept = [self._schedule(d) for d in proposed]
+        sequences, segments, drafts = self._assemble(decoding, kept)
         if not segments:
             return []
         batch = pack(segments, self.target.device)
@@ -146,8 +155,9 @@ class Engine:
         clock.append(time.perf_counter())
         admit, draft, assemble, verify, emit, observe = ((b - a) * 1e3 for a, b in pairwise(clock))
         times = (draft + observe, verify, admit + assemble + emit)
-        for s, d, emitted in zip(sequences, drafts, chunks, strict=True):
-            self._count(s, d, emitted, times)
+        whole = [*proposed, *drafts[len(proposed) :]]
+        for s, d, cut, emitted in zip(sequences, whole, drafts, chunks, strict=True):
+            self._count(s, d, cut, emitted, times)
         self._retire()
         return [c for emitted in chunks for c in emitted]
 
@@ -176,12 +186,18 @@ class Engine:
         drafts = iter(self.drafter.propose([s.context() for s in asked]) if asked else ())
         return [next(drafts).truncated(s.draft_room) if s.draft_room else Draft() for s in decoding]
 
+    def _schedule(self, draft: Draft) -> Draft:
+        """The part of a draft that is worth verifying, as far as its drafter can tell."""
+        if self._row_cost is None or draft.confidence is None:
+            return draft
+        return draft.truncated(prefix_length(draft.confidence.tolist(), self._row_cost))
+
     def _assemble(
-        self, decoding: list[Sequence], proposed: list[Draft]
+        self, decoding: list[Sequence], kept: list[Draft]
     ) -> tuple[list[Sequence], list[Segment], list[Draft | None]]:
         """Who takes part in this pass, with which tokens. A draft of None marks a prompt chunk."""
-        sequences, drafts = list(decoding), list[Draft | None](proposed)
-        segments = [s.verify_segment(d) for s, d in zip(decoding, proposed, strict=True)]
+        sequences, drafts = list(decoding), list[Draft | None](kept)
+        segments = [s.verify_segment(d) for s, d in zip(decoding, kept, strict=True)]
         budget = self._prefill_chunk
         for s in self._running:
             if s.in_prefill and budget > 0:
@@ -267,17 +283,18 @@ class Engine:
         self,
         s: Sequence,
         draft: Draft | None,
+        verified: Draft | None,
         emitted: list[Chunk],
         times: tuple[float, float, float],
     ) -> None:
-        if draft is None:
+        if draft is None or verified is None:
             s.stats.prefill_ms += sum(times)
             return
         round_ = Round(
             s.request.id,
             s.stats.rounds,
             draft.tokens,
-            len(draft),
+            len(verified),
             sum(c.drafted for c in emitted),
             tuple(c.token for c in emitted),
             *times,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dspark.models.config import DecoderConfig
 from dspark.models.rope import inverse_frequencies
-from dspark.models.target import Batch, TargetOutput
+from dspark.models.target import Batch, Linear, TargetOutput
 from dspark.models.weights import WeightSource
 
 
@@ -38,6 +38,8 @@ class Decoder(ABC):
     ) -> None:
         self.config = config
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.num_layers = config.num_layers
         self.num_slots = num_slots
         self.max_context = max_context
         self.device = device
@@ -65,6 +67,14 @@ class Decoder(ABC):
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
         """[N] -> [N, D]."""
+
+    @abstractmethod
+    def output_head(self, ids: Tensor | None = None) -> Linear:
+        """See `target.Target.output_head`."""
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """See `target.Target.linear`."""
 
     @abstractmethod
     def begin_pass(self, batch: Batch, x_ND: Tensor) -> None:
@@ -149,6 +159,14 @@ class TorchDecoder(Decoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embed_VD)
+
+    def output_head(self, ids: Tensor | None = None) -> Linear:
+        return self.linear(self.head_VD if ids is None else self.head_VD[ids])
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        w = weight.to(device=self.device, dtype=self.dtype)
+        b = None if bias is None else bias.to(device=self.device, dtype=self.dtype)
+        return lambda x: F.linear(x.to(w.dtype), w, b)
 
     def begin_pass(self, batch: Batch, x_ND: Tensor) -> None:
         self._batch = batch

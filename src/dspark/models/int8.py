@@ -24,7 +24,7 @@ from dspark.errors import ConfigError
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.native import library
-from dspark.models.target import Batch
+from dspark.models.target import Batch, Linear
 from dspark.models.weights import BLOCK, QuantBlocks, WeightSource
 
 
@@ -180,6 +180,15 @@ class Int8Decoder(Decoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self._embed.rows(tokens)
+
+    def output_head(self, ids: Tensor | None = None) -> Linear:
+        return self._head if ids is None else PackedLinear(quantise(self._head.rows(ids)))
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Rounded to 8 bits where the kernels can read the matrix, fp32 where they cannot."""
+        if weight.shape[1] % BLOCK:
+            return lambda x: torch.nn.functional.linear(x, weight, bias)
+        return PackedLinear(quantise(weight), bias)
 
     def begin_pass(self, batch: Batch, x_ND: Tensor) -> None:
         c, n, threads = self.config, batch.num_tokens, torch.get_num_threads()

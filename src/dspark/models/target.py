@@ -16,11 +16,15 @@ number of feature layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+Linear = Callable[[Tensor], Tensor]
+"""A linear map [N, I] -> [N, O]."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,26 @@ class Target(Protocol):
     """Tokens (prompt and text) that a slot holds."""
     num_slots: int
     device: torch.device
+    hidden_size: int
+    num_layers: int
 
     def forward(self, batch: Batch, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
         """One pass. `feature_layers` are layer indices: i is the output of decoder layer i (before
         the final norm), -1 the embedding."""
+        ...
+
+    # What a trained drafter shares with its target.
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N] int64 -> [N, D] in the target's floating-point type."""
+        ...
+
+    def output_head(self, ids: Tensor | None = None) -> Linear:
+        """The output matrix alone, without the norm in front: all rows, shared, or those of some
+        token ids [V'] int64."""
+        ...
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """weight [O, I] (and bias [O]) as a map in this target's own arithmetic: its dtype, its
+        device, its rounding."""
         ...

@@ -1,0 +1,148 @@
+"""Serving a block drafter: DFlash without a sequential head, DSpark with one.
+
+One parallel pass over the blocks of all sequences gives hidden states and base logits; then the
+sequential stage walks all blocks from left to right, slot by slot, adding the head's bias and
+drawing. A block may be shorter than the trained one. The weights run in the target's arithmetic
+(8-bit kernels beside an int8 target), the output head and the embedding are the target's own.
+
+Shape suffixes as in `layers.py`; V tokens that can be drafted, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dspark.drafters.base import Committed, DraftContext, Drafter
+from dspark.drafters.block import BlockModel
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.layers import serve_with
+from dspark.drafters.serving import ContextCache, Vocabulary, check_length, feature_rows
+from dspark.models.target import Target
+from dspark.types import Draft
+
+
+class BlockDrafter(Drafter):
+    """Drafts with a trained `BlockModel`; see the module docstring."""
+
+    def __init__(
+        self,
+        target: Target,
+        config: DrafterConfig,
+        model: BlockModel,
+        draft_ids: Tensor | None = None,
+        num_draft_tokens: int | None = None,
+    ) -> None:
+        """`model` is taken over: its linear maps are replaced by the target's.
+
+        draft_ids         [V] rising ids that can be drafted; None: all
+        num_draft_tokens  0 to block_size; None is block_size
+
+        Raises ConfigError for another length.
+        """
+        self.cap = check_length(num_draft_tokens, config.block_size, config.block_size, "the block")
+        self.feature_layers = config.target_layer_ids
+        self._target, self._config = target, config
+        self._vocabulary = Vocabulary(target.vocab_size, draft_ids)
+        self._head = target.output_head(draft_ids)
+        head = model.markov_head
+        if head is not None:
+            w2 = head.markov_w2.weight.detach()
+            self._w2_Vr = (w2 if draft_ids is None else w2[draft_ids]).to(target.device)
+            head.markov_w2 = nn.Identity()  # type: ignore[assignment]  # only its rows are used
+        self._model = model.to(target.device).eval().requires_grad_(False)
+        serve_with(self._model, target.linear)
+        assert config.mask_token_id is not None
+        self._mask_D = target.embed(torch.tensor([config.mask_token_id], device=target.device))[0]
+        self._cache = ContextCache(config, target)
+        width = config.hidden_size * (config.num_layers if config.layer_fusion else 1)
+        self._last = torch.zeros(target.num_slots, width, device=target.device)
+
+    @torch.inference_mode()
+    def observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
+        """Write the context rows of committed tokens."""
+        if not committed:
+            return
+        assert features is not None
+        rows, slots, positions = feature_rows(committed, features.device)
+        context = self._model.context(features[rows])
+        self._cache.write(slots, positions, self._model.keys_values(context, positions))
+        at = -1
+        for c in committed:
+            at += len(c.tokens)
+            self._last[c.slot] = context[at]
+            self._cache.lengths[c.slot] = c.start + len(c.tokens)
+
+    def release(self, slot: int) -> None:
+        self._cache.lengths[slot] = 0
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """One draft for each context, of `cap` tokens where there is room."""
+        k = min(self.cap, max(c.max_tokens for c in contexts))
+        if k == 0:
+            return [Draft()] * len(contexts)
+        for c in contexts:
+            assert self._cache.lengths[c.slot] == len(c.tokens) - 1, "context ends at the anchor"
+        h_BKD = self._hidden(contexts, k)
+        base_BKV = self._head(h_BKD.flatten(0, 1)).view(*h_BKD.shape[:2], -1).float()
+        return self._walk(contexts, h_BKD, base_BKV)
+
+    def _hidden(self, contexts: Sequence[DraftContext], k: int) -> Tensor:
+        """The parallel stage: [B, K, D]."""
+        device = self._target.device
+        slots = [c.slot for c in contexts]
+        lengths = [len(c.tokens) - 1 for c in contexts]
+        return self._model.hidden(
+            self._target.embed(torch.tensor([c.tokens[-1] for c in contexts], device=device)),
+            self._mask_D,
+            torch.tensor(lengths, device=device),
+            self._last[slots],
+            self._cache.spans(slots, lengths),
+            k,
+        )
+
+    def _walk(
+        self, contexts: Sequence[DraftContext], h_BKD: Tensor, base_BKV: Tensor
+    ) -> list[Draft]:
+        """The sequential stage, all sequences in step."""
+        model, words = self._model, self._vocabulary
+        previous = [c.tokens[-1] for c in contexts]
+        tokens: list[list[int]] = [[] for _ in contexts]
+        probs: list[list[Tensor]] = [[] for _ in contexts]
+        confidence: list[Tensor] = []
+        state = None
+        for h_BD, logits_BV in zip(h_BKD.unbind(1), base_BKV.unbind(1), strict=True):
+            e_Br = None
+            if model.markov_head is not None:
+                e_Br = model.markov_head.embed(torch.tensor(previous, device=h_BD.device))
+                z_Br, state = model.markov_head.step(e_Br, h_BD, state)
+                logits_BV = self._biased(logits_BV, z_Br.float())
+            if model.confidence_head is not None:
+                confidence.append(torch.sigmoid(model.confidence_head(h_BD, e_Br).float()))
+            for b, c in enumerate(contexts):
+                column, q = words.pick(logits_BV[b], c.params, c.rng)
+                previous[b] = words.token(column)
+                tokens[b].append(previous[b])
+                if q is not None:
+                    probs[b].append(q)
+        c_BK = torch.stack(confidence, 1).cpu() if confidence else None
+        return [
+            Draft(
+                tuple(tokens[b]),
+                words.spread(probs[b]) if probs[b] else None,
+                None if c_BK is None else c_BK[b],
+            ).truncated(c.max_tokens)
+            for b, c in enumerate(contexts)
+        ]
+
+    def _biased(self, base_BV: Tensor, z_Br: Tensor) -> Tensor:
+        """U_k + z W2, or that over the best tokens of U_k alone: q is zero elsewhere."""
+        if not 0 < self._config.candidates < base_BV.shape[1]:
+            return base_BV + z_Br @ self._w2_Vr.T
+        best = base_BV.topk(self._config.candidates, sorted=False)
+        bias_BC = (self._w2_Vr[best.indices] @ z_Br[..., None])[..., 0]
+        out = torch.full_like(base_BV, -torch.inf)
+        return out.scatter_(1, best.indices, best.values + bias_BC)
