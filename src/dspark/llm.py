@@ -16,11 +16,13 @@ from typing import cast
 
 import torch
 
-from dspark.drafters.base import build
+from dspark.drafters.base import Drafter, build
+from dspark.drafters.trained import shipped as shipped_drafters
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
 from dspark.models.build import build_target, choose
 from dspark.models.loading import load_checkpoint
+from dspark.schedule.prefix import ROW_COST
 from dspark.types import Chunk, Output, Request, Round, SamplingParams
 
 Message = Mapping[str, str]
@@ -68,22 +70,42 @@ class LLM:
         self.target = build_target(checkpoint, choice, num_slots=max_users, max_context=max_context)
         self.last_output: Output | None = None
         self._count = 0
+        self._drafters: dict[tuple[str, int | None], Drafter] = {}
         self.set_drafter(drafter, num_draft_tokens)
 
-    def set_drafter(self, name: str, num_draft_tokens: int | None = None) -> None:
+    def set_drafter(
+        self, name: str, num_draft_tokens: int | None = None, *, whole_drafts: bool = False
+    ) -> None:
         """Go on with another drafter over the same loaded target.
 
-        Raises ConfigError for an unknown name or a block length the drafter cannot honour,
+        name          `auto`, a registered or shipped drafter, or a directory with a checkpoint
+        whole_drafts  verify every draft to its end instead of as far as it is likely to pay
+
+        A drafter is built once and kept. Raises ConfigError for an unknown name or a block length
+        the drafter cannot honour, CheckpointError for one that was made for another target,
         ResourceError while a stream is open.
         """
         self._refuse_if_busy()
-        reason = "as asked"
-        if name == "auto":
-            name = "ngram"
-            reason = "prompt lookup needs no weights; no trained drafter is known for this model"
-        drafter = build(name, self.target, num_draft_tokens)
+        name, reason = self._choose_drafter(name)
+        key = (name, num_draft_tokens)
+        if key not in self._drafters:
+            self._drafters[key] = build(name, self.target, num_draft_tokens, model=self.model_name)
         self.drafter_name, self.drafter_reason = name, reason
-        self._engine = Engine(self.target, drafter, self.tokenizer)
+        self._engine = Engine(
+            self.target,
+            self._drafters[key],
+            self.tokenizer,
+            row_cost=None if whole_drafts else ROW_COST,
+        )
+
+    def _choose_drafter(self, name: str) -> tuple[str, str]:
+        """Resolve `auto`: the name, and why."""
+        if name != "auto":
+            return name, "as asked"
+        shipped = next(iter(shipped_drafters(self.model_name)), None)
+        if shipped is not None:
+            return shipped, f"trained for {self.model_name}, ships with dspark"
+        return "ngram", "prompt lookup needs no weights; no trained drafter is known for this model"
 
     # -- prompts -------------------------------------------------------------------------------
 
