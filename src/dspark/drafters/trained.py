@@ -12,7 +12,6 @@ from pathlib import Path
 from dspark.drafters.base import DRAFTERS, Drafter
 from dspark.drafters.block import BlockModel
 from dspark.drafters.block_drafter import BlockDrafter
-from dspark.drafters.checkpoint import load
 from dspark.drafters.mtp_drafter import MtpDrafter
 from dspark.errors import ConfigError
 from dspark.models.target import Target
@@ -42,6 +41,8 @@ def build(name: str, target: Target, num_draft_tokens: int | None, model: str) -
             f"unknown drafter {name!r}: expected one of {names}, or a directory with a drafter's"
             " checkpoint"
         )
+    from dspark.drafters.checkpoint import load
+
     found = load(directory)
     found.config.check_target(
         target.vocab_size, target.hidden_size, target.num_layers, str(directory)
