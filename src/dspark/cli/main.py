@@ -18,6 +18,7 @@ import typer
 from dspark import __version__
 from dspark.cli import bench, generate
 from dspark.cli import eval as evaluate
+from dspark.cli import text as training_text
 from dspark.cli.ui import Color, Paint, note, wants_color
 from dspark.errors import DSparkError
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
+app.command("text", epilog=training_text.EPILOG)(training_text.text)
 
 
 def _print_version(value: bool) -> None:
