@@ -16,6 +16,7 @@ from dspark.drafters.ngram import NgramDrafter
 from dspark.drafters.none import NoDrafter
 from dspark.engine.engine import Engine
 from dspark.models.decoder import Decoder
+from dspark.models.target import Target
 from tests.engine.oracle import (
     PATTERNS,
     ByteTokenizer,
@@ -161,11 +162,16 @@ def joint_law(logits_V_V: Tensor, first: int) -> np.ndarray:
     return torch.einsum("a,ab,bc->abc", p[first], p, p).numpy()
 
 
-def p_value(drafter: Drafter, logits_V_V: Tensor, **params: Any) -> float:
-    """Chi-square of the first three tokens of 5000 seeded requests against their joint law."""
-    engine = Engine(TableTarget(logits_V_V), drafter, ByteTokenizer())
+def p_value(
+    drafter: Drafter,
+    logits_V_V: Tensor,
+    target: Target | None = None,
+    n: int = 5000,
+    **params: Any,
+) -> float:
+    """Chi-square of the first three tokens of n seeded requests against their joint law."""
+    engine = Engine(target or TableTarget(logits_V_V), drafter, ByteTokenizer())
     law = joint_law(params.pop("law", logits_V_V), 0).ravel()
-    n = 5000
     for seed in range(n):
         engine.submit(request((0,), str(seed), temperature=1.0, seed=seed, max_tokens=5, **params))
     while engine.has_work:

@@ -1,0 +1,74 @@
+"""What a trained drafter's proposals leave behind is the target's own law, for every head.
+
+The drafters are random, so q is far from p: heads, draft vocabularies and candidates put q to zero
+where p is not, confidences cut blocks, and a seeded request must not care about any of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.models.config import DecoderConfig, RopeConfig
+from dspark.models.target import Batch, Linear, TargetOutput
+from tests.drafters import tiny_drafters
+from tests.drafters.tiny_drafters import FORMS
+from tests.engine.oracle import TableTarget
+from tests.engine.test_laws import V, p_value, table
+
+D, LAYERS = 32, 3
+
+
+class TableDecoder(TableTarget):
+    """A target whose next token depends on the last one alone, with hidden states to draft from."""
+
+    def __init__(self, logits_V_V: Tensor) -> None:
+        super().__init__(logits_V_V)
+        self.hidden_size, self.num_layers = D, LAYERS
+        self.config = DecoderConfig(
+            "llama", V, D, 64, LAYERS, 4, 2, 8, 16, 1e-6, RopeConfig(), False
+        )
+        g = torch.Generator().manual_seed(5)
+        self._embedding = torch.randn(V, D, generator=g)
+        self._hidden = torch.randn(LAYERS, V, D, generator=g)
+        self._out = torch.randn(V, D, generator=g)
+
+    def forward(self, batch: Batch, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
+        out = super().forward(batch)
+        rows = [self._hidden[i, batch.tokens] for i in feature_layers]
+        return TargetOutput(out.logits, torch.cat(rows, -1) if rows else None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embedding[tokens]
+
+    def output_head(self, ids: Tensor | None = None) -> Linear:
+        return self.linear(self._out if ids is None else self._out[ids])
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return lambda x: F.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_joint_law_of_three_tokens(form: str) -> None:
+    model = TableDecoder(table(0, 0.8))
+    small = {"draft_vocab_size": 5, "candidates": 3} if form == "everything" else {}
+    if form == "bilinear":
+        small = {"candidates": 4}
+    length = 2 if form == "mtp" else 3
+    drafter = tiny_drafters.drafter(model, form, num_draft_tokens=length, **small)  # type: ignore[arg-type]
+    assert p_value(drafter, table(0, 0.8), model, 2000) > 0.001
+
+
+def test_the_confidence_cuts_some_blocks_and_not_others() -> None:
+    """Or the test above would not have seen a schedule at all."""
+    from dspark.engine.engine import Engine
+    from tests.engine.oracle import ByteTokenizer, play, request
+
+    model = TableDecoder(table(0, 0.8))
+    drafter = tiny_drafters.drafter(model, "vanilla")  # type: ignore[arg-type]
+    engine = Engine(model, drafter, ByteTokenizer())
+    played = play(engine, [request([i], str(i), temperature=1.0, seed=i) for i in range(V)])
+    lengths = {s[1] for i in range(V) for s in played.shares(str(i))}
+    assert len(lengths) > 2
