@@ -285,7 +285,7 @@ def run(
 
 def _load(llm: LLM, drafter: str, config: EvalConfig) -> str:
     """Switch to a drafter and return its name, which for `auto` is what that came to."""
-    llm.set_drafter(drafter, config.num_draft_tokens)
+    llm.set_drafter(drafter, config.num_draft_tokens, whole_drafts=True)
     return f"{llm.drafter_name} (auto)" if drafter == "auto" else drafter
 
 

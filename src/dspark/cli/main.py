@@ -19,6 +19,7 @@ from dspark import __version__
 from dspark.cli import bench, generate
 from dspark.cli import eval as evaluate
 from dspark.cli import text as training_text
+from dspark.cli import train as training
 from dspark.cli.ui import Color, Paint, note, wants_color
 from dspark.errors import DSparkError
 
@@ -27,6 +28,8 @@ EPILOG = """Examples:
   dspark generate "Why is the sky blue?"
 
   dspark bench --drafters none,ngram --prompts builtin:summarise
+
+  dspark train drafter.toml --plan
 """
 
 app = typer.Typer(
@@ -40,6 +43,7 @@ app.command("generate", epilog=generate.EPILOG)(generate.generate)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)
+app.command("train", epilog=training.EPILOG)(training.train)
 
 
 def _print_version(value: bool) -> None:

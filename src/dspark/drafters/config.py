@@ -26,6 +26,7 @@ class DrafterConfig:
     """Sizes and switches of a drafter.
 
     block_size      drafts of one block (gamma); 1 for mtp, which repeats itself for more
+    num_target_layers  of the target; 0 where a checkpoint does not say
     target_layer_ids  target layers whose outputs are the context (i: output of layer i)
     sample_from_anchor  the anchor's slot predicts, so gamma slots give gamma drafts; without it
                     (plain DFlash) the block is the anchor and gamma masks, and the masks predict
@@ -71,9 +72,17 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-                     "num_kv_heads", "head_dim", "block_size", "num_target_layers"):  # fmt: skip
+                     "num_kv_heads", "head_dim", "block_size"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range: expected 1 up")
+        for name in ("num_target_layers", "markov_rank", "candidates"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range: expected 0 up")
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise ConfigError(
+                f"draft_vocab_size={self.draft_vocab_size} is out of range: expected 0 (all) to"
+                f" {self.vocab_size}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -81,10 +90,11 @@ class DrafterConfig:
         if not self.target_layer_ids:
             raise ConfigError("target_layer_ids is empty: a drafter needs at least one")
         for layer in self.target_layer_ids:
-            if not -1 <= layer < self.num_target_layers:
+            known = self.num_target_layers or layer + 1
+            if not -1 <= layer < known:
                 raise ConfigError(
                     f"target_layer_ids: {layer} is out of range: the target has layers 0 to"
-                    f" {self.num_target_layers - 1} (-1 is the embedding)"
+                    f" {known - 1} (-1 is the embedding)"
                 )
         if self.markov_head_type not in HEAD_TYPES:
             raise ConfigError(
@@ -99,7 +109,7 @@ class DrafterConfig:
                     f"mask_token_id={self.mask_token_id} is outside the embedding, which has"
                     f" {self.vocab_size} rows"
                 )
-            if self.num_target_layers - 1 in self.target_layer_ids:
+            if self.num_target_layers and self.num_target_layers - 1 in self.target_layer_ids:
                 raise ConfigError(
                     f"target_layer_ids holds the final layer {self.num_target_layers - 1}: engines"
                     " disagree whether it is taken before or after the final norm; take another"
@@ -115,6 +125,10 @@ class DrafterConfig:
         return self.block_size + (not self.sample_from_anchor)
 
     @property
+    def _deepest(self) -> int:
+        return max(self.target_layer_ids) + (self.kind == "block")  # never the final layer
+
+    @property
     def num_features(self) -> int:
         return len(self.target_layer_ids)
 
@@ -123,8 +137,10 @@ class DrafterConfig:
         for what, mine, theirs in (
             ("vocab_size", self.vocab_size, vocab_size),
             ("hidden_size", self.hidden_size, hidden_size),
-            ("num_target_layers", self.num_target_layers, num_layers),
-        ):
+            # Unknown, it still has to reach what is read.
+            ("num_target_layers", self.num_target_layers or max(num_layers, self._deepest + 1),
+             num_layers),
+        ):  # fmt: skip
             if mine != theirs:
                 made = f" (it was trained for {self.target})" if self.target else ""
                 raise CheckpointError(

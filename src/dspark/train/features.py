@@ -158,7 +158,7 @@ def build_cache(
     meta = plan(samples, target_name, layers, hidden_size)
     have = read_meta(directory) if (directory / "meta.json").exists() else None
     if have is not None:
-        _same(meta, have, directory)
+        check_same(meta, have, directory)
         meta = have
     directory.mkdir(parents=True, exist_ok=True)
     _check_disk(meta, directory)
@@ -266,7 +266,8 @@ def _fields(meta: CacheMeta) -> dict[str, Any]:
     return {**asdict(meta), "layers": meta.layers}
 
 
-def _same(wanted: CacheMeta, have: CacheMeta, directory: Path) -> None:
+def check_same(wanted: CacheMeta, have: CacheMeta, directory: Path) -> None:
+    """Raises ConfigError if a cache was made from something else."""
     for key in ("target", "text", "layers", "hidden_size"):
         if getattr(wanted, key) != getattr(have, key):
             raise ConfigError(

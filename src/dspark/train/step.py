@@ -51,8 +51,10 @@ class Teacher:
 
     def probabilities(self, final_ND: Tensor, log_z_N: Tensor) -> Tensor:
         """The target's softmax over the whole vocabulary, [N, V] of it."""
-        normed = F.rms_norm(final_ND, list(self.norm.shape), self.norm, self.eps)
-        return torch.exp(normed @ self.head.T - log_z_N[:, None])
+        # Never in bf16: an error in a logit is a factor in a probability.
+        with torch.autocast(final_ND.device.type, enabled=False):
+            normed = F.rms_norm(final_ND, list(self.norm.shape), self.norm, self.eps)
+            return torch.exp(normed @ self.head.T - log_z_N[:, None])
 
     def columns(self, tokens: Tensor) -> Tensor:
         """Token ids -> columns of the draft vocabulary, -1 for what it lacks."""
@@ -91,6 +93,8 @@ class TrainStep(nn.Module):
         slots_K = w.slots(self.num_slots).to(h_BKD.device)
         if denominator is None:
             denominator = (slots_K * pack.valid).sum()
+        # A valid block weighs at least 1 (its first slot); none at all shall give 0, not NaN.
+        denominator = denominator.clamp(min=1.0 / 4096)
         factors = torch.tensor([w.ce, w.kl, w.tv, w.conf], device=h_BKD.device) / denominator
         heads = [m for m in (model.markov_head, model.confidence_head) if m is not None]
         parameters = [p for m in heads for p in m.parameters()]
@@ -100,6 +104,8 @@ class TrainStep(nn.Module):
             with torch.no_grad():  # neighbouring anchors share teachers: each row once
                 teachers, index = torch.unique(pack.teachers[rows], return_inverse=True)
                 p = self.teacher.probabilities(pack.final[teachers], pack.log_z[teachers])[index]
+                # Rows in front of the answer have no log Z; no valid slot is taught by one.
+                p = p.masked_fill_(~pack.valid[rows][..., None], 0.0)
             logits, confidence = self._logits(h_CKD, pack.previous[rows])
             return slot_terms(logits, p, labels[rows], pack.valid[rows], slots_K, confidence)
 
