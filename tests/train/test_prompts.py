@@ -118,42 +118,40 @@ def test_nearly_equal_prompts_are_one() -> None:
 def test_own_prompts_are_judged_in_order() -> None:
     """Whoever finishes first, the earlier candidate keeps a text that both wrote."""
     own = P.OwnPrompts(tokenizer(), 7)
-    cs = [own.next_candidate() for _ in range(5)]
-    said = ["say aloud a word", "say aloud a word!", "say less", "say more", "say <|im_end|> now"]
-    ended = [True, True, True, False, True]
-    texts = {c.number: (f" {t}" if c.opening else t) for c, t in zip(cs, said, strict=True)}
-    cs = [P.Candidate(c.number, "", c.ids, c.seed) for c in cs]
-    assert own.deliver(cs[1], texts[1], ended[1]) == []
-    assert own.deliver(cs[4], texts[4], ended[4]) == [] == own.deliver(cs[3], texts[3], ended[3])
-    assert own.get(0) is None
-    assert own.deliver(cs[0], texts[0], ended[0]) == [(0, "say aloud a word")]
-    assert own.deliver(cs[2], texts[2], ended[2]) == [(2, "say less")]
-    assert [own.get(k) for k in range(3)] == [
-        {"prompt": "say aloud a word"},
-        {"prompt": "say less"},
-        None,
-    ]
+    own.deliver(1, "say aloud a word!", True)
+    own.deliver(4, "say <|im_end|> now", True)
+    own.deliver(3, "say more", False)
+    assert own.get(0) is None and not own.dropped
+    own.deliver(0, " say aloud a word\n", True)
+    assert [own.get(0), own.get(1)] == [{"prompt": "say aloud a word"}, None]
+    own.deliver(2, "say less", True)
+    assert [own.get(1), own.get(2)] == [{"prompt": "say less"}, None]
     assert own.dropped == {"said before": 1, "cut off": 1, "special token": 1}
 
 
-def test_restored_prompts_are_known_and_the_stream_goes_on() -> None:
+def test_the_stream_goes_on_behind_what_was_delivered() -> None:
+    """Also where later candidates were faster: only what is missing is asked for."""
     whole, resumed = (P.OwnPrompts(tokenizer(), 3) for _ in range(2))
-    cs = [whole.next_candidate() for _ in range(4)]
-    resumed.restore(1, "say aloud a word")
-    assert resumed.get(0) == {"prompt": "say aloud a word"}
-    assert [resumed.next_candidate(), resumed.next_candidate()] == cs[2:]
-    twice = P.Candidate(2, "Say aloud", (), 0)
-    assert resumed.deliver(twice, " a word.", True) == []
-    assert resumed.dropped == {"said before": 1}
+    cs = [whole.next_candidate() for _ in range(7)]
+    assert [c.number for c in cs] == list(range(7)) and len({c.seed for c in cs}) == 7
+    for n in (4, 1, 0, 5):
+        resumed.deliver(n, f"say aloud the word {n}", True)
+    assert [resumed.next_candidate() for _ in range(3)] == [cs[2], cs[3], cs[6]]
+    assert len(resumed) == 2
 
 
 def test_a_model_that_cannot_write_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(P, "MAX_REJECTED", 3)
     own = P.OwnPrompts(tokenizer(), 0)
-    for _ in range(2):
-        own.deliver(own.next_candidate(), "", True)
-    with pytest.raises(ConfigError, match=r"3 prompts in a row .*3 empty.*--prompts"):
-        own.deliver(own.next_candidate(), "", True)
+    for n in range(2):
+        own.deliver(n, "", True)
+    own.deliver(2, "something good", True)
+    for n in (3, 5, 4):
+        assert len(own) == 1
+        if n != 4:
+            own.deliver(n, "Why?", True)
+    with pytest.raises(ConfigError, match=r"3 prompts in a row .*3 short.*2 empty.*--prompts"):
+        own.deliver(4, "Why?", True)
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -186,8 +186,8 @@ class Candidate:
 class OwnPrompts:
     """Prompts that the target writes, in the order of their candidates.
 
-    `next_candidate` says what to continue next, `deliver` takes the continuation in any order and
-    returns the prompts that became certain, `get` has prompt k as soon as it is known.
+    `next_candidate` says what to continue next, `deliver` takes continuations in any order, `get`
+    has prompt k as soon as all candidates up to it were delivered.
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
@@ -200,13 +200,7 @@ class OwnPrompts:
         self._prompts: list[str] = []
         self._seen: set[str] = set()
         self._asked = self._judged = self._in_a_row = 0
-        self._delivered: dict[int, tuple[str, str | None]] = {}
-
-    def restore(self, candidate: int, prompt: str) -> None:
-        """Take over a prompt of an earlier run; the next candidate follows it."""
-        self._prompts.append(prompt)
-        self._seen.add(normalised(prompt))
-        self._asked = self._judged = candidate + 1
+        self._waiting: dict[int, tuple[str, bool]] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -215,30 +209,27 @@ class OwnPrompts:
         return {"prompt": self._prompts[k]} if k < len(self._prompts) else None
 
     def next_candidate(self) -> Candidate:
+        while self._asked < self._judged or self._asked in self._waiting:
+            self._asked += 1  # an earlier run delivered it
         number, self._asked = self._asked, self._asked + 1
         seed = seed_of(self._seed, "prompt", number)
         opening = random.Random(seed).choice(self._openings)
         ids = tuple(self._tokenizer.encode(self.turn.prefix + opening))
         return Candidate(number, opening, ids, seed)
 
-    def deliver(self, candidate: Candidate, text: str, ended: bool) -> list[tuple[int, str]]:
-        """What the target wrote behind an opening, and whether it ended the turn itself.
+    def deliver(self, candidate: int, prompt: str, ended: bool) -> None:
+        """Opening and continuation of a candidate, and whether the target ended the turn itself.
 
-        Returns (candidate, prompt) of those that were accepted now. Raises ConfigError when
-        MAX_REJECTED candidates in a row came to nothing.
+        Raises ConfigError when MAX_REJECTED candidates in a row came to nothing.
         """
-        prompt = (candidate.opening + text).strip()
-        reason = "cut off" if not ended else None if text.strip() else "empty"
-        self._delivered[candidate.number] = (prompt, reason)
-        accepted = []
-        while self._judged in self._delivered:
-            prompt, reason = self._delivered.pop(self._judged)
-            if self._accept(prompt, reason):
-                accepted.append((self._judged, prompt))
+        self._waiting[candidate] = (prompt, ended)
+        while self._judged in self._waiting:
+            prompt, ended = self._waiting.pop(self._judged)
             self._judged += 1
-        return accepted
+            self._judge(prompt, None if ended else "cut off")
 
-    def _accept(self, prompt: str, reason: str | None) -> bool:
+    def _judge(self, prompt: str, reason: str | None) -> None:
+        prompt = prompt.strip()
         reason = reason or flaw(prompt)
         key = normalised(prompt)
         if reason is None and key in self._seen:
@@ -250,7 +241,7 @@ class OwnPrompts:
             self._prompts.append(prompt)
             self._seen.add(key)
             self._in_a_row = 0
-            return True
+            return
         self.dropped[reason] += 1
         self._in_a_row += 1
         if self._in_a_row >= MAX_REJECTED:
@@ -258,7 +249,6 @@ class OwnPrompts:
                 f"{MAX_REJECTED} prompts in a row that the model wrote were of no use"
                 f" ({most_common(self.dropped)}): give prompts with --prompts"
             )
-        return False
 
 
 def most_common(reasons: Mapping[str, int]) -> str:

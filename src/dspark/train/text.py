@@ -243,8 +243,8 @@ class _Run:
         self._answers = self._candidates = 0  # in flight
         self._skipped: set[int] = set()
         if isinstance(prompts, OwnPrompts):
-            for candidate, prompt in folder.prompts:
-                prompts.restore(candidate, prompt)
+            for number, prompt, ended in folder.prompts:
+                prompts.deliver(number, prompt, ended)
 
     def run(self) -> Summary:
         began = time.perf_counter()
@@ -346,8 +346,9 @@ class _Run:
             assert isinstance(self._prompts, OwnPrompts) and written is not None
             self._candidates -= 1
             ended = written.finish_reason == "stop"
-            for candidate, prompt in self._prompts.deliver(what, written.text, ended):
-                self._folder.add_prompt(candidate, prompt)
+            prompt = what.opening + written.text
+            self._folder.add_prompt(what.number, prompt, ended)
+            self._prompts.deliver(what.number, prompt, ended)
             self._report()
             return
         self._answers -= 1

@@ -1,7 +1,7 @@
 """The folder of a training text: rows that are appended, cut, sorted, and never half there.
 
     DIR/text.jsonl      the rows, in the order of finishing until the text is complete, then sorted
-    DIR/prompts.jsonl   prompts that the target wrote, and which candidates they were
+    DIR/prompts.jsonl   all that the target wrote as prompts, also what was dropped, in that order
     DIR/meta.json       options and counts
 
 A row is flushed as it is added: a killed process loses what it had not finished, and the half line
@@ -46,10 +46,10 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._check()
             self.prompts = [
-                (r["candidate"], r["prompt"])
-                for r in _lines(path / PROMPTS, candidate=int, prompt=str)
+                (r["candidate"], r["prompt"], r["ended"])
+                for r in _lines(path / PROMPTS, candidate=int, prompt=str, ended=bool)
             ]
-            """(candidate, text) of the prompts that the target wrote."""
+            """(candidate, text, whether the target ended it) of prompts that it wrote."""
             self._count(_lines(path / ROWS, index=int, tokens=int))
             self.write_meta(complete=False)  # first: rows without it could not be continued
             self._rows = (path / ROWS).open("a", encoding="utf-8")
@@ -93,8 +93,9 @@ class Folder:
                 " the number may be raised, not lowered"
             )
 
-    def add_prompt(self, candidate: int, prompt: str) -> None:
-        _write_line(self._prompts, {"candidate": candidate, "prompt": prompt})
+    def add_prompt(self, candidate: int, prompt: str, ended: bool) -> None:
+        row = {"candidate": candidate, "prompt": prompt, "ended": ended}
+        _write_line(self._prompts, row)
 
     def add_row(self, row: dict[str, Any]) -> None:
         _write_line(self._rows, row)
