@@ -18,6 +18,7 @@ import typer
 from dspark import __version__
 from dspark.cli import bench, generate
 from dspark.cli import eval as evaluate
+from dspark.cli import export as exporting
 from dspark.cli import text as training_text
 from dspark.cli import train as training
 from dspark.cli.ui import Color, Paint, note, wants_color
@@ -44,6 +45,7 @@ app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)
 app.command("train", epilog=training.EPILOG)(training.train)
+app.command("export", epilog=exporting.EPILOG)(exporting.export)
 
 
 def _print_version(value: bool) -> None:

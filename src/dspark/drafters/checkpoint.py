@@ -196,7 +196,9 @@ class _Files:
                 self.shapes[name] = shape
         # Some writers put the decoder's part of the names in front.
         prefix = "model." if "model.norm.weight" in self._files else ""
-        self._stored = {name.removeprefix(prefix): name for name in self._files}
+        self._stored = {
+            dialects.tensor_name(name.removeprefix(prefix)): name for name in self._files
+        }
         self.shapes = {name: self.shapes[stored] for name, stored in self._stored.items()}
 
     @staticmethod

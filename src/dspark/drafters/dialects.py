@@ -55,10 +55,11 @@ def parse(raw: Mapping[str, Any]) -> DrafterConfig:
     try:
         if is_speculators(raw):
             return _speculators(raw)
-        nested = raw.get("dflash_config")
-        if nested is not None and not isinstance(nested, Mapping):
-            raise CheckpointError(f"dflash_config is {nested!r}, expected an object")
-        return _flat({**raw, **(nested or {})}, plain_dflash=_is_plain_dflash(raw, nested))
+        if raw.get("dflash_config") is not None:
+            return _nested(raw)
+        if "DFlashDraftModel" in (raw.get("architectures") or ()):
+            raise CheckpointError("a DFlashDraftModel without dflash_config is not supported")
+        return _flat(raw)
     except ConfigError as e:
         raise CheckpointError(str(e)) from e
     except (TypeError, ValueError, AttributeError) as e:
@@ -69,24 +70,49 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in raw or "transformer_layer_config" in raw
 
 
-def _is_plain_dflash(raw: Mapping[str, Any], nested: Mapping[str, Any] | None) -> bool:
-    kind = (nested or {}).get("projector_type", "dflash")
+def tensor_name(stored: str) -> str:
+    """The name that a stored tensor has here: early SpecForge files wrapped the heads."""
+    return stored.removeprefix("logit_head.")
+
+
+def _nested(raw: Mapping[str, Any]) -> DrafterConfig:
+    """`dflash_config`: z-lab's DFlash, and SpecForge's DSpark, whose class is a default for
+    `projector_type`. Plain DFlash counts the anchor, which does not predict, as part of a block."""
+    nested = raw["dflash_config"]
+    if not isinstance(nested, Mapping):
+        raise CheckpointError(f"dflash_config is {nested!r}, expected an object")
+    for key in sorted(nested.keys() & raw.keys()):
+        if nested[key] != raw[key]:
+            raise CheckpointError(
+                f"{key} is {raw[key]!r}, and {nested[key]!r} in dflash_config: which is it?"
+            )
+    named = "DSparkDraftModel" in (raw.get("architectures") or ())
+    kind = nested.get("projector_type") or ("dspark" if named else "dflash")
     if kind not in ("dflash", "dspark"):
         raise CheckpointError(f"projector_type is {kind!r}, expected 'dspark' or 'dflash'")
-    named = "DFlashDraftModel" in (raw.get("architectures") or ())
-    return kind == "dflash" and (nested is not None or named)
+    if nested.get("shift_label"):
+        raise CheckpointError("shift_label in dflash_config is not supported")
+    usual: dict[str, Any] = {
+        "enable_confidence_head": bool(nested.get("confidence_head_alpha")),
+        "confidence_head_with_markov": False,
+    }
+    flat = {**usual, **raw, **nested}
+    if kind == "dspark":
+        return _flat(flat)
+    if _integer(flat, "markov_rank", 0) or flat["enable_confidence_head"]:
+        raise CheckpointError("dflash_config has heads, but projector_type is not 'dspark'")
+    size = _integer(flat, "block_size")
+    if size < 2:
+        raise CheckpointError(f"block_size is {size}, expected the anchor and at least one mask")
+    return replace(_flat({**flat, "block_size": size - 1}), sample_from_anchor=False)
 
 
-def _flat(raw: Mapping[str, Any], *, plain_dflash: bool) -> DrafterConfig:
+def _flat(raw: Mapping[str, Any]) -> DrafterConfig:
     own = raw.get("dspark") or {}
     unknown = sorted(set(own) - {*OPTIONS, *_EXTRA})
     if unknown:
         raise CheckpointError(f"unknown option in 'dspark': {', '.join(unknown)}")
     options = {name: _like(own, name, DEFAULTS[name]) for name in OPTIONS}
-    block_size = _integer(raw, "block_size", 1 if own.get("kind") == "mtp" else None)
-    if plain_dflash:
-        options["sample_from_anchor"] = False
-        block_size -= 1
     backbone = _backbone(raw)
     factors = own.get("rope_freq_factors")
     if factors is not None:
@@ -97,7 +123,7 @@ def _flat(raw: Mapping[str, Any], *, plain_dflash: bool) -> DrafterConfig:
         **cast(Any, options),
         **_heads(raw, enabled=False),
         kind=_kind(own.get("kind", "block")),
-        block_size=block_size,
+        block_size=_integer(raw, "block_size", 1 if own.get("kind") == "mtp" else None),
         num_target_layers=_integer(raw, "num_target_layers"),
         target_layer_ids=_layer_ids(raw, "target_layer_ids"),
         mask_token_id=_mask(raw),
@@ -136,17 +162,18 @@ def _speculators(raw: Mapping[str, Any]) -> DrafterConfig:
 
 
 def _heads(raw: Mapping[str, Any], *, enabled: bool, rank: int = 0) -> dict[str, Any]:
-    """The sequential stage and the confidence head; the type of a head that is not there is none
-    of our business."""
+    """The sequential stage and the confidence head; how a head that is not there would be made is
+    none of our business."""
     rank = _integer(raw, "markov_rank", rank)
     if rank < 0:
         raise CheckpointError(f"markov_rank is {rank}, expected 0 or more")
     kind = raw.get("markov_head_type") if rank else None
+    on = _like(raw, "enable_confidence_head", enabled)
     return {
         "markov_rank": rank,
         "markov_head_type": cast(HeadType, "vanilla" if kind is None else kind),
-        "confidence_head": _like(raw, "enable_confidence_head", enabled),
-        "confidence_head_with_markov": _like(raw, "confidence_head_with_markov", True),
+        "confidence_head": on,
+        "confidence_head_with_markov": not on or _like(raw, "confidence_head_with_markov", True),
     }
 
 
@@ -224,6 +251,38 @@ def to_flat(c: DrafterConfig) -> dict[str, Any]:
     if c.rope.freq_factors is not None:
         own["rope_freq_factors"] = list(c.rope.freq_factors)
     return {**raw, **({"dspark": own} if own else {})}
+
+
+def to_speculators(c: DrafterConfig) -> dict[str, Any]:
+    """The speculators layout, which `parse` reads back. `num_target_layers` is ours; the library
+    keeps keys that it does not know."""
+    kind = "dspark" if c.markov_rank or c.confidence_head or c.sample_from_anchor else "dflash"
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": c.block_size,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": c.target or None, "architectures": []},
+        },
+        "transformer_layer_config": backbone_json(c),
+        "draft_vocab_size": c.draft_vocab_size or c.vocab_size,
+        "block_size": c.num_slots,
+        "aux_hidden_state_layer_ids": [i + 1 for i in c.target_layer_ids],
+        "mask_token_id": c.mask_token_id,
+        "sample_from_anchor": c.sample_from_anchor,
+        "num_target_layers": c.num_target_layers,
+        "tie_word_embeddings": False,
+        **(heads_json(c) if kind == "dspark" else {}),
+    }
 
 
 def backbone_json(c: DrafterConfig) -> dict[str, Any]:
