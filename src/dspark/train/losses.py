@@ -13,16 +13,23 @@ has outside counts as mass that q can never cover. The confidence loss teaches t
 alone: the hidden states and the Markov embedding reach it detached, so that it cannot change the
 drafter.
 
-Logits exist for a chunk of blocks at a time: `chunked` computes the gradient of a chunk at once and
-keeps that instead, so memory grows neither with tokens nor with tokens x vocabulary. It is one
-autograd node, so wrappers that count gradients (data parallel, sharding) see one backward pass.
+Logits exist for a chunk of blocks at a time and are turned into gradients at once, so memory grows
+neither with tokens nor with tokens x vocabulary. The gradient is written out instead of recorded,
+because passes over V numbers cost as much as the products around them. With a = [q > p],
+Q = sum_v a q and P = sum_v p <= 1:
 
-Shape suffixes: C blocks of a chunk, K slots, D hidden size, V tokens that can be drafted.
+    || p - q ||_1 = 2 (sum_v max(p, q) - P),     what p has outside of the draft vocabulary included
+    d ce / d logit = q - [v = x*]      d kl / d logit = P q - p      d tv / d logit = 2 q (a - Q)
+
+All of it is one autograd node, so wrappers that count gradients (sharding) see one backward pass.
+
+Shape suffixes: B blocks, K slots, D hidden size, r rank of the Markov head, V tokens that can be
+drafted, M = rows of a chunk (slots of its blocks).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,48 +98,173 @@ class Terms:
         }
 
 
-def slot_terms(
-    logits_CKV: Tensor,
-    p_CKV: Tensor,
-    label_CK: Tensor,
-    valid_CK: Tensor,
-    w_K: Tensor,
-    confidence_CK: Tensor | None,
-) -> Terms:
-    """The terms of some blocks; only `loss_terms` carries gradients.
+@dataclass(frozen=True)
+class Blocks:
+    """What the losses of B blocks are made of, besides what is differentiated.
 
-    logits     of the drafter over the draft vocabulary;  p  the target's, exact there
-    label      column of the token the target wrote, -1 if it cannot be drafted
-    confidence logits of the confidence head
+    head      [V, D] the target's output matrix
+    teach     which blocks -> (p [U, V] the target's distributions, exact, and for each slot of the
+              blocks which of them [C, K]); neighbouring blocks share teachers, so U is small
+    labels    [B, K] column of the token that the target wrote, -1 if it cannot be drafted
+    valid     [B, K]
+    slots     [K] w_k
+    factors   [4] of TERMS
+    chunk     blocks at a time
+    dtype     of the products: fp32 or bf16
     """
-    log_q = F.log_softmax(logits_CKV.float(), -1)
-    q = log_q.exp()
-    w_CK = w_K * valid_CK
+
+    head: Tensor
+    teach: Callable[[slice], tuple[Tensor, Tensor]]
+    labels: Tensor
+    valid: Tensor
+    slots: Tensor
+    factors: Tensor
+    chunk: int
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class _Gradients:
+    """Of the loss, filled chunk by chunk."""
+
+    h: Tensor
+    z: Tensor | None
+    w2: Tensor | None
+    confidence: Tensor | None
+
+
+def block_losses(
+    blocks: Blocks,
+    h_BKD: Tensor,
+    z_BKr: Tensor | None = None,
+    w2_Vr: Tensor | None = None,
+    confidence_BK: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """sum(factors * loss terms), differentiable, and the flat `Terms`.
+
+    The drafter's logits are h head^T + z w2^T; `confidence` holds the confidence head's logits.
+    """
+    if not torch.is_grad_enabled():
+        flat = _losses(blocks, h_BKD, z_BKr, w2_Vr, confidence_BK, None)
+        return (flat[: len(TERMS)] * blocks.factors).sum(), flat
+    loss, flat = _BlockLosses.apply(blocks, h_BKD, z_BKr, w2_Vr, confidence_BK)  # type: ignore[no-untyped-call]
+    return loss, flat
+
+
+class _BlockLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        blocks: Blocks,
+        h: Tensor,
+        z: Tensor | None,
+        w2: Tensor | None,
+        confidence: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        grads = [None if x is None else torch.zeros_like(x) for x in (h, z, w2, confidence)]
+        assert grads[0] is not None
+        flat = _losses(blocks, h, z, w2, confidence, _Gradients(grads[0], *grads[1:]))
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(flat)
+        return (flat[: len(TERMS)] * blocks.factors).sum(), flat
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
+        # The usual factor is 1, so this multiplies what is small: nothing has V rows but w2.
+        return (None, *(None if g is None else g * grad_loss for g in ctx.saved_tensors))
+
+
+def _losses(
+    blocks: Blocks,
+    h_BKD: Tensor,
+    z_BKr: Tensor | None,
+    w2_Vr: Tensor | None,
+    confidence_BK: Tensor | None,
+    grads: _Gradients | None,
+) -> Tensor:
+    total: Tensor | None = None
+    with torch.no_grad(), torch.autocast(h_BKD.device.type, enabled=False):
+        head = blocks.head.to(blocks.dtype)
+        w2 = None if w2_Vr is None else w2_Vr.to(blocks.dtype)
+        for first in range(0, len(h_BKD), blocks.chunk):
+            rows = slice(first, first + blocks.chunk)
+            h = h_BKD[rows].flatten(0, 1).to(blocks.dtype)
+            z = None if z_BKr is None else z_BKr[rows].flatten(0, 1).to(blocks.dtype)
+            logits = h @ head.T
+            if z is not None and w2 is not None:
+                logits.addmm_(z, w2.T)
+            c = None if confidence_BK is None else confidence_BK[rows].float()
+            terms, d_logits, d_c = slot_terms(blocks, rows, logits.float(), c, grads is not None)
+            if grads is not None and d_logits is not None:
+                d_logits = d_logits.to(blocks.dtype)
+                grads.h[rows] = (d_logits @ head).view_as(grads.h[rows])
+                if z is not None and w2 is not None and grads.z is not None:
+                    grads.z[rows] = (d_logits @ w2).view_as(grads.z[rows])
+                    assert grads.w2 is not None
+                    if blocks.dtype == grads.w2.dtype:
+                        grads.w2.addmm_(d_logits.T, z)
+                    else:
+                        grads.w2 += d_logits.T @ z
+                if grads.confidence is not None and d_c is not None:
+                    grads.confidence[rows] = d_c
+            flat = terms.flat()
+            total = flat if total is None else total + flat
+    assert total is not None
+    return total
+
+
+def slot_terms(
+    blocks: Blocks, rows: slice, logits_MV: Tensor, c_CK: Tensor | None, with_gradient: bool
+) -> tuple[Terms, Tensor | None, Tensor | None]:
+    """The terms of some blocks, and the gradients of their loss: [M, V] of the logits, [C, K] of
+    the confidence logits. Overwrites the logits."""
+    valid_CK, label_CK = blocks.valid[rows], blocks.labels[rows]
+    p_UV, index_CK = blocks.teach(rows)
+    shape = valid_CK.shape
+    index_M = index_CK.flatten()
+    p_MV = p_UV[index_M]
+    w_CK = blocks.slots * valid_CK
     known_CK = (label_CK >= 0) & valid_CK
-    column = label_CK.clamp(min=0)[..., None]
-    log_q_label = log_q.gather(-1, column)[..., 0]
-    outside_CK = (1 - p_CKV.sum(-1)).clamp(min=0)
-    l1_CK = (p_CKV - q).abs().sum(-1) + outside_CK
-    ce = -(w_CK * known_CK * log_q_label).sum()
-    kl = -(w_CK * (p_CKV * log_q).sum(-1)).sum()
+    column_M1 = label_CK.clamp(min=0).view(-1, 1)
+
+    best_M = logits_MV.argmax(-1)
+    agree_CK = (best_M == p_UV.argmax(-1)[index_M]).view(shape).float()
+    cross_M = torch.linalg.vecdot(p_MV, logits_MV)
+    top_M1 = logits_MV.gather(-1, best_M[:, None])
+    shifted = logits_MV.sub_(top_M1)
+    label_logit_M = shifted.gather(-1, column_M1)[:, 0]
+    q_MV = shifted.exp_()
+    sum_M = q_MV.sum(-1)
+    q_MV.div_(sum_M[:, None])
+    log_q_label_CK = (label_logit_M - sum_M.log()).view(shape)
+    P_M = p_UV.sum(-1)[index_M]
+    union_M = torch.maximum(p_MV, q_MV).sum(-1)
+    l1_CK = (2 * (union_M - P_M)).clamp(0, 2).view(shape)
+    cross_CK = (cross_M - P_M * (top_M1[:, 0] + sum_M.log())).view(shape)
+
+    accept_CK = 1 - l1_CK / 2
+    p_label_CK = p_MV.gather(-1, column_M1).view(shape)
+    ratio = (log_q_label_CK.exp() / p_label_CK.clamp(min=1e-30)).clamp(max=1) * known_CK
+    before = torch.cumprod(torch.cat([torch.ones_like(ratio[:, :1]), ratio[:, :-1]], 1), 1)
+
+    ce = -(w_CK * log_q_label_CK)[known_CK].sum()
+    kl = -(w_CK * cross_CK).sum()
     tv = (w_CK * l1_CK).sum()
-    with torch.no_grad():
-        accept_CK = (1 - l1_CK / 2).clamp(0, 1)
-        p_label = p_CKV.gather(-1, column)[..., 0]
-        ratio = (log_q_label.exp() / p_label.clamp(min=1e-30)).clamp(max=1) * known_CK
-        before = torch.cumprod(torch.cat([torch.ones_like(ratio[:, :1]), ratio[:, :-1]], 1), 1)
-        agree_CK = (logits_CKV.argmax(-1) == p_CKV.argmax(-1)).float()
-    conf = torch.zeros((), device=logits_CKV.device)
+    conf = torch.zeros_like(tv)
     error_CK = torch.zeros_like(accept_CK)
-    if confidence_CK is not None:
-        c = confidence_CK.float()
-        conf = (w_CK * F.binary_cross_entropy_with_logits(c, accept_CK, reduction="none")).sum()
-        error_CK = (torch.sigmoid(c.detach()) - accept_CK).abs()
+    d_c = None
+    f_ce, f_kl, f_tv, f_conf = blocks.factors
+    if c_CK is not None:
+        bce = F.binary_cross_entropy_with_logits(c_CK, accept_CK, reduction="none")
+        conf = (w_CK * bce).sum()
+        difference = torch.sigmoid(c_CK) - accept_CK
+        error_CK = difference.abs()
+        d_c = f_conf * w_CK * difference
 
     def by_position(x_CK: Tensor) -> Tensor:
-        return (x_CK * valid_CK).sum(0).detach()
+        return (x_CK * valid_CK).sum(0)
 
-    return Terms(
+    terms = Terms(
         torch.stack([ce, kl, tv, conf]),
         w_CK.sum(),
         valid_CK.sum(0).float(),
@@ -141,72 +273,13 @@ def slot_terms(
         by_position(before * accept_CK),
         by_position(error_CK),
     )
-
-
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        terms_of: Callable[[Tensor, slice], Terms],
-        factors: Tensor,
-        chunk: int,
-        h: Tensor,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        needs = [p for p in parameters if p.requires_grad]
-        grad_h, total = torch.zeros_like(h), None
-        sums = [torch.zeros_like(p) for p in needs]
-        loss = torch.zeros((), device=h.device)
-        for first in range(0, len(h), chunk):
-            rows = slice(first, first + chunk)
-            with torch.enable_grad():
-                part = h[rows].detach().requires_grad_()
-                terms = terms_of(part, rows)
-                value = (terms.loss_terms * factors).sum()
-            grads = torch.autograd.grad(value, [part, *needs], allow_unused=True)
-            if grads[0] is not None:
-                grad_h[rows] = grads[0]
-            for s, g in zip(sums, grads[1:], strict=True):
-                if g is not None:
-                    s += g
-            loss += value.detach()
-            flat = terms.flat().detach()
-            total = flat if total is None else total + flat
-        ctx.save_for_backward(grad_h, *sums)
-        ctx.which = [p.requires_grad for p in parameters]
-        assert total is not None
-        ctx.mark_non_differentiable(total)
-        return loss, total
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        grad_h, *sums = ctx.saved_tensors
-        found = iter(sums)
-        return (
-            None, None, None, grad_loss * grad_h,
-            *(grad_loss * next(found) if wanted else None for wanted in ctx.which),
-        )  # fmt: skip
-
-
-def chunked(
-    terms_of: Callable[[Tensor, slice], Terms],
-    h_BKD: Tensor,
-    parameters: Sequence[Tensor],
-    factors: Tensor,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """sum(factors * loss_terms) over all blocks, and the flat `Terms`, `chunk` blocks at a time.
-
-    terms_of    (hidden states of some blocks, which blocks) -> their terms
-    parameters  everything else that `terms_of` differentiates through
-    factors     [4] of TERMS
-    """
-    if torch.is_grad_enabled():
-        loss, flat = _Chunked.apply(terms_of, factors, chunk, h_BKD, *parameters)  # type: ignore[no-untyped-call]
-        return loss, flat
-    parts = []
-    for first in range(0, len(h_BKD), chunk):
-        rows = slice(first, first + chunk)
-        parts.append(terms_of(h_BKD[rows], rows).flat())
-    flat = torch.stack(parts).sum(0)
-    return (flat[: len(TERMS)] * factors).sum(), flat
+    if not with_gradient:
+        return terms, None, None
+    w_M, known_M = w_CK.flatten(), known_CK.flatten()
+    d_MV = torch.where(q_MV > p_MV, q_MV, 0.0)
+    Q_M = d_MV.sum(-1)
+    d_MV.mul_((2 * f_tv * w_M)[:, None])
+    d_MV.addcmul_(q_MV, (w_M * (f_ce * known_M + f_kl * P_M - 2 * f_tv * Q_M))[:, None])
+    d_MV.addcmul_(p_MV, (-f_kl * w_M)[:, None])
+    d_MV.scatter_add_(-1, column_M1, (-f_ce * w_M * known_M)[:, None])
+    return terms, d_MV, d_c

@@ -18,7 +18,7 @@ from dspark.models import build
 from dspark.train.batches import Order, Place
 from dspark.train.setup import PASS_SLOTS, Run
 
-LOGIT_COPIES = 8
+LOGIT_COPIES = 5
 """Tensors of a chunk's size that the losses and their gradients hold at once."""
 
 

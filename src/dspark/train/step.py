@@ -20,7 +20,7 @@ from dspark.errors import ConfigError
 from dspark.models.config import DecoderConfig
 from dspark.models.weights import WeightSource
 from dspark.train.anchors import Pack
-from dspark.train.losses import LossWeights, Terms, chunked, slot_terms
+from dspark.train.losses import Blocks, LossWeights, block_losses
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,11 @@ class Teacher:
         # Never in bf16: an error in a logit is a factor in a probability.
         with torch.autocast(final_ND.device.type, enabled=False):
             normed = F.rms_norm(final_ND, list(self.norm.shape), self.norm, self.eps)
-            return torch.exp(normed @ self.head.T - log_z_N[:, None])
+            # At most 1 also for rows without a log Z (in front of the answer), so that what
+            # weighs nothing is finite.
+            p_NV = torch.exp_((normed @ self.head.T).sub_(log_z_N[:, None]).clamp_(max=0))
+            # An int8 target rounds on its way to log Z: 4 % of noise, and no law may exceed 1.
+            return p_NV.div_(p_NV.sum(-1, keepdim=True).clamp_(min=1))
 
     def columns(self, tokens: Tensor) -> Tensor:
         """Token ids -> columns of the draft vocabulary, -1 for what it lacks."""
@@ -62,6 +66,13 @@ class Teacher:
             return tokens
         at = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
         return torch.where(self.draft_ids[at] == tokens, at, -1)
+
+
+def _product_dtype(device: torch.device) -> torch.dtype:
+    """Of products over the vocabulary: what autocast says, if it is on."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return torch.float32
 
 
 class TrainStep(nn.Module):
@@ -88,7 +99,7 @@ class TrainStep(nn.Module):
                       runs pass the mean over machines, so that their mean gradient is the one of
                       the whole batch.
         """
-        model, w = self.model, self.weights
+        w = self.weights
         h_BKD = self._hidden(pack)
         slots_K = w.slots(self.num_slots).to(h_BKD.device)
         if denominator is None:
@@ -96,35 +107,48 @@ class TrainStep(nn.Module):
         # A valid block weighs at least 1 (its first slot); none at all shall give 0, not NaN.
         denominator = denominator.clamp(min=1.0 / 4096)
         factors = torch.tensor([w.ce, w.kl, w.tv, w.conf], device=h_BKD.device) / denominator
-        heads = [m for m in (model.markov_head, model.confidence_head) if m is not None]
-        parameters = [p for m in heads for p in m.parameters()]
-        labels = self.teacher.columns(pack.labels)
+        teacher = self.teacher
 
-        def terms_of(h_CKD: Tensor, rows: slice) -> Terms:
-            with torch.no_grad():  # neighbouring anchors share teachers: each row once
-                teachers, index = torch.unique(pack.teachers[rows], return_inverse=True)
-                p = self.teacher.probabilities(pack.final[teachers], pack.log_z[teachers])[index]
-                # Rows in front of the answer have no log Z; no valid slot is taught by one.
-                p = p.masked_fill_(~pack.valid[rows][..., None], 0.0)
-            logits, confidence = self._logits(h_CKD, pack.previous[rows])
-            return slot_terms(logits, p, labels[rows], pack.valid[rows], slots_K, confidence)
+        def teach(rows: slice) -> tuple[Tensor, Tensor]:
+            teachers, index = torch.unique(pack.teachers[rows], return_inverse=True)
+            return teacher.probabilities(pack.final[teachers], pack.log_z[teachers]), index
 
-        return chunked(terms_of, h_BKD, parameters, factors, self.chunk)
+        blocks = Blocks(
+            teacher.head,
+            teach,
+            teacher.columns(pack.labels),
+            pack.valid,
+            slots_K,
+            factors,
+            self.chunk,
+            _product_dtype(h_BKD.device),
+        )
+        return block_losses(blocks, h_BKD, *self._heads(h_BKD, pack.previous))
 
-    def _logits(self, h_CKD: Tensor, previous_CK: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, h_BKD: Tensor, previous_BK: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All logits of some blocks, and those of the confidence head: what `block_losses` never
+        holds at once, for checks on small blocks."""
+        z_BKr, w2_Vr, confidence_BK = self._heads(h_BKD, previous_BK)
+        logits = h_BKD @ self.teacher.head.T.to(h_BKD.dtype)
+        if z_BKr is not None and w2_Vr is not None:
+            logits = logits + z_BKr @ w2_Vr.T
+        return logits, confidence_BK
+
+    def _heads(
+        self, h_BKD: Tensor, previous_BK: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Latents of the Markov head and the rows of W2 that count, and the confidence logits."""
         model, ids = self.model, self.teacher.draft_ids
-        logits = h_CKD @ self.teacher.head.T.to(h_CKD.dtype)
-        e_CKr = None
+        e_BKr = z_BKr = w2_Vr = confidence_BK = None
         if model.markov_head is not None:
-            e_CKr = model.markov_head.embed(previous_CK)
+            e_BKr = model.markov_head.embed(previous_BK)
+            z_BKr = model.markov_head.latents(e_BKr, h_BKD)
             w2_Vr = model.markov_head.markov_w2.weight
             w2_Vr = w2_Vr if ids is None else w2_Vr[ids]
-            logits = logits + model.markov_head.latents(e_CKr, h_CKD) @ w2_Vr.T
-        confidence = None
         if model.confidence_head is not None:
-            seen = None if e_CKr is None else e_CKr.detach()
-            confidence = model.confidence_head(h_CKD.detach(), seen)
-        return logits, confidence
+            seen = None if e_BKr is None else e_BKr.detach()
+            confidence_BK = model.confidence_head(h_BKD.detach(), seen)
+        return z_BKr, w2_Vr, confidence_BK
 
     def _hidden(self, pack: Pack) -> Tensor:
         embedded = F.embedding(pack.tokens, self.teacher.embedding)
