@@ -86,20 +86,24 @@ class Run:
 def prepare(config: TrainConfig) -> Run:
     """Read the text and decide. Raises DSparkError in one line."""
     checkpoint = load_checkpoint(config.target.model)
-    choice = choose(checkpoint.config, config.target.dtype, config.target.device)
     limit = min(config.text.max_tokens, checkpoint.config.max_context)
     samples = load_samples(config.text.files, checkpoint.tokenizer, limit)
+    return decide(config, checkpoint, samples, checkpoint.tokenizer.eos_ids)
+
+
+def decide(
+    config: TrainConfig, checkpoint: Checkpoint, samples: list[Sample], eos_ids: Sequence[int]
+) -> Run:
+    """Everything that follows from the configuration and the text."""
+    choice = choose(checkpoint.config, config.target.dtype, config.target.device)
     training, held_out = split(samples, config.text.held_out)
     trained = [samples[i] for i in training]
     if not any(len(s.tokens) - s.start > 1 for s in trained):
         raise ConfigError("no sample to train on has two answer tokens: take more or longer text")
-    size = config.drafter.draft_vocab_size
     drafter = drafter_config(config.drafter, checkpoint.config, checkpoint.name, samples)
     draft_ids = None
-    if size:
-        draft_ids = draft_vocabulary(
-            trained, size, checkpoint.config.vocab_size, checkpoint.tokenizer.eos_ids
-        )
+    if size := config.drafter.draft_vocab_size:
+        draft_ids = draft_vocabulary(trained, size, checkpoint.config.vocab_size, eos_ids)
     directory = Path(config.features.directory or Path(config.train.out) / "features")
     layers = stored_layers(config, drafter, directory)
     columns = tuple(layers.index(i) for i in drafter.target_layer_ids)
