@@ -44,7 +44,9 @@ class FakeLLM:
         self.drafter_reason = "needs no weights" if drafter == "auto" else "as asked"
         FakeLLM.created.append(self)
 
-    def set_drafter(self, name: str, num_draft_tokens: int | None = None) -> None:
+    def set_drafter(
+        self, name: str, num_draft_tokens: int | None = None, *, whole_drafts: bool = False
+    ) -> None:
         if name not in ("none", "ngram", "liar", "blind", "lucky"):
             raise ConfigError(f"unknown drafter {name!r}: expected one of none, ngram")
         self.drafter_name = name

@@ -55,6 +55,7 @@ def train(
     from dspark.train import config as configs
     from dspark.train.distributed import Group
     from dspark.train.plan import make_plan
+    from dspark.train.prior import needs_start, start_markov_head
     from dspark.train.setup import make_features, make_model, make_teacher, prepare
     from dspark.train.trainer import Outcome, Trainer, interrupts
 
@@ -80,6 +81,13 @@ def train(
         group.barrier()
         if not group.first:
             features = make_features(run)
+        if needs_start(model, run):
+            if group.first:  # the others then find it beside the features
+                with _bar(color, "bigrams", "tok/s") as show:
+                    start_markov_head(run, model, show)
+            group.barrier()
+            if not group.first:
+                start_markov_head(run, model)
         trainer = Trainer(run, features, model, make_teacher(run, device), device, group)
         if group.first and trainer.counters.step:
             ui.note(f"going on at step {trainer.counters.step} of {trainer.total}")

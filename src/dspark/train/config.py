@@ -66,6 +66,8 @@ class DrafterSection:
     layer_fusion: bool = False
     qk_norm: bool = True
     draft_vocab_size: int = 0
+    markov_init: Literal["target", "none"] = "target"
+    """Start the Markov head at the target's own bigram law (`prior.py`), or at no bias."""
     init_layers: tuple[int, ...] = ()
     """Target layers whose weights the draft layers start from; empty: random, std 0.02."""
     candidates: int = 0
