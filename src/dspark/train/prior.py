@@ -56,7 +56,7 @@ def bigram_law(
     slots, at = target.num_slots, len(prefix)
     target.forward(pack([Segment(s, 0, tuple(prefix), 1) for s in range(slots)], target.device))
     rows = []
-    for part in tokens.split(slots):
+    for part in torch.split(tokens, slots):
         segments = [Segment(s, at, (t,), 1) for s, t in enumerate(part.tolist())]
         logits = target.forward(pack(segments, target.device)).logits
         law = torch.log_softmax(logits.float(), -1)
