@@ -170,6 +170,11 @@ def build_cache(
     files = {name: (directory / name).open("ab") for name in FILES}
     try:
         for name, file in files.items():
+            if file.tell() < sizes[name] * FILES[name]:
+                raise CheckpointError(
+                    f"{directory / name} is damaged: shorter than meta.json says; delete"
+                    f" {directory}"
+                )
             file.truncate(sizes[name] * FILES[name])
         for group in passes(samples[meta.complete :], target, pass_tokens):
             if not group:
