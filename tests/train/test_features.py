@@ -112,6 +112,15 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, model: Decoder, after: int)
         torch.testing.assert_close(again[i].log_z, whole[i].log_z, atol=1e-4, rtol=1e-5)
 
 
+def test_text_that_grew_keeps_what_was_computed(tmp_path: Path, model: Decoder) -> None:
+    build(tmp_path / "grown", model, text=TEXT[:2])
+    rows: list[int] = []
+    build(tmp_path / "grown", model, on_progress=lambda done, _: rows.append(done))
+    assert rows[0] > sum(len(s.tokens) for s in TEXT[:2])
+    build(tmp_path / "whole", model)
+    assert digest(tmp_path / "grown") == digest(tmp_path / "whole")
+
+
 def test_a_complete_cache_is_left_alone(tmp_path: Path, model: Decoder) -> None:
     build(tmp_path, model)
     before = digest(tmp_path)

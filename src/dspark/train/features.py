@@ -15,8 +15,8 @@ A cache is a directory of flat files; a sequence is a run of rows.
     features.f16   [T, F * D]     log_z.f32   [T]  zero in front of the answer
 
 Writing resumes: what lies behind the last complete sequence of `meta.json` is cut off and computed
-again. The rows come from the same `Target.forward` that serves, so training and serving see the
-same layers (field failure B40).
+again, and text that grew at its end keeps what is there. The rows come from the same
+`Target.forward` that serves, so training and serving see the same layers (field failure B40).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,7 @@ def build_cache(
     meta = plan(samples, target_name, layers, hidden_size)
     have = read_meta(directory) if (directory / "meta.json").exists() else None
     if have is not None:
-        check_same(meta, have, directory)
-        meta = have
+        meta = carry_on(meta, have, directory, samples)
     directory.mkdir(parents=True, exist_ok=True)
     _check_disk(meta, directory)
     meta.save(directory)
@@ -271,14 +270,27 @@ def _fields(meta: CacheMeta) -> dict[str, Any]:
     return {**asdict(meta), "layers": meta.layers}
 
 
-def check_same(wanted: CacheMeta, have: CacheMeta, directory: Path) -> None:
-    """Raises ConfigError if a cache was made from something else."""
+def carry_on(
+    wanted: CacheMeta, have: CacheMeta, directory: Path, samples: Sequence[Sample]
+) -> CacheMeta:
+    """What a cache holds of what is wanted. Text that only grew at its end keeps its features.
+
+    Raises ConfigError if the cache was made from something else.
+    """
+    if hash_of(samples[: have.num_sequences]) == have.text:
+        have = replace(
+            have,
+            text=wanted.text,
+            num_sequences=wanted.num_sequences,
+            num_tokens=wanted.num_tokens,
+        )
     for key in ("target", "text", "layers", "hidden_size"):
         if getattr(wanted, key) != getattr(have, key):
             raise ConfigError(
                 f"{directory} is a feature cache of another {key}: {getattr(have, key)}, this run"
                 f" has {getattr(wanted, key)}: name another directory or delete that one"
             )
+    return have
 
 
 def _check_disk(meta: CacheMeta, directory: Path) -> None:

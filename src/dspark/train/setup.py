@@ -79,8 +79,7 @@ class Run:
         if not (self.directory / "meta.json").exists():
             return None
         have = feats.read_meta(self.directory)
-        feats.check_same(self.cache, have, self.directory)
-        return have
+        return feats.carry_on(self.cache, have, self.directory, self.samples)
 
 
 def prepare(config: TrainConfig) -> Run:
