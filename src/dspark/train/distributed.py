@@ -101,7 +101,9 @@ def shard(module: nn.Module, group: Group, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(module, mesh=init_device_mesh(device.type, (group.world,)))
+    mesh = init_device_mesh(device.type, (group.world,))
+    # Also behind a validation: else what it gathered would be used after the next update.
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -119,10 +119,12 @@ def depends_on(flat: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def check_same(now: Mapping[str, Any], then: Mapping[str, Any], out: Path) -> None:
-    """Raises ConfigError if a run cannot go on with what it now depends on."""
-    for key in [*now, *(k for k in then if k not in now)]:
-        if now.get(key) != then.get(key):
+    """Raises ConfigError if a run cannot go on with what it now depends on.
+
+    A key that the state does not have is younger than the state, and counts as unchanged."""
+    for key, value in then.items():
+        if now.get(key) != value:
             raise ConfigError(
-                f"{out} holds a run with {key}={then.get(key)}, this one has {now.get(key)}: it"
-                " cannot go on with another; take another train.out or delete that directory"
+                f"{out} holds a run with {key}={value}, this one has {now.get(key)}: it cannot go"
+                " on with another; take another train.out or delete that directory"
             )
