@@ -1,0 +1,107 @@
+"""How matrices are multiplied: the one place that knows fp32, bf16 and int8.
+
+A module asks for `linear("a.weight", "b.weight")` and gets one map whose outputs lie side by side:
+what reads the same input is one product, because a small model spends its time on starting
+operations. Everything between products (norms, rotation, gates, Sinkhorn) is fp32 in every dtype.
+
+int8 is the row-exact path of `models/int8.py`: 8-bit weights and activations, one scale for each
+32 columns, on a CPU. The products are equal to the bit whatever shares the pass; attention between
+them is PyTorch's and is not.
+
+Shape suffixes: N rows, I inputs, O outputs, G groups.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.errors import ConfigError
+from dspark.models.int8 import PackedLinear, quantise
+from dspark.models.target import Linear
+from dspark.models.weights import BLOCK, WeightSource
+
+
+class Arithmetic:
+    """Weights of one checkpoint in one dtype on one device."""
+
+    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+        if dtype not in (torch.float32, torch.bfloat16, torch.int8):
+            raise ConfigError(f"DeepSeek-V4 runs in float32, bfloat16 or int8, not in {dtype}")
+        if dtype == torch.int8 and device.type != "cpu":
+            raise ConfigError("dtype int8 runs on a CPU only: take bf16 or device cpu")
+        self.weights, self.device = weights, device
+        self.integer = dtype == torch.int8
+        self.dtype = torch.float32 if self.integer else dtype
+        """Of activations at the door of a product, and of the attention tables."""
+
+    def vector(self, name: str) -> Tensor:
+        """A small tensor in fp32: norms, biases, gates."""
+        return self.weights.tensor(name).to(self.device, torch.float32).contiguous()
+
+    def matrix(self, name: str) -> Tensor:
+        return self.weights.tensor(name).to(self.device, self.dtype)
+
+    def linear(self, *parts: str | tuple[str, int, int]) -> Linear:
+        """Matrices one above the other as one map [N, I] -> [N, O].
+
+        A part is a name, or (name, i, n): the i-th of n equal slices of that matrix's rows.
+        """
+        rows = []
+        for part in parts:
+            name, i, n = (part, 0, 1) if isinstance(part, str) else part
+            rows.append(self.weights.tensor(name).chunk(n)[i].to(self.device, self.dtype))
+        return self.map(torch.cat(rows))
+
+    def map(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A given weight [O, I] (and bias [O]) as a map in this arithmetic."""
+        if self.integer:
+            if weight.shape[1] % BLOCK:
+                raise ConfigError(
+                    f"dtype int8: a matrix has {weight.shape[1]} columns, the kernels need a"
+                    f" multiple of {BLOCK}: take --dtype fp32 or bf16"
+                )
+            return PackedLinear(quantise(weight.cpu()), bias)
+        w = weight.to(self.device, self.dtype).contiguous()
+        b = None if bias is None else bias.to(self.device, self.dtype)
+        return lambda x: F.linear(x.to(w.dtype), w, b)
+
+    def grouped(self, name: str, groups: int) -> Linear:
+        """A block-diagonal map: weight [O, I / G], whose rows and inputs fall into G groups."""
+        if self.integer:
+            blocks = self.weights.tensor(name).float().chunk(groups)
+            maps = [self.map(b) for b in blocks]
+            return lambda x: torch.cat(
+                [m(part) for m, part in zip(maps, x.chunk(groups, -1), strict=True)], -1
+            )
+        w = self.matrix(name)
+        w = w.view(groups, w.shape[0] // groups, -1).transpose(1, 2)  # [G, I / G, O / G]
+        return lambda x: (
+            torch.bmm(x.to(w.dtype).view(len(x), groups, -1).transpose(0, 1), w)
+            .transpose(0, 1)
+            .reshape(len(x), -1)
+        )
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A table of zeros. NumPy's are the operating system's: memory is taken when a row is
+        first written, so long contexts cost nothing until they are used."""
+        dtype = dtype or self.dtype
+        words = np.zeros(shape, np.float32 if dtype == torch.float32 else np.int16)
+        return torch.from_numpy(words).view(dtype).to(self.device)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, in fp32."""
+    x = x.float()
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y.mul_(weight)
+
+
+def rotate_(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of the last dimensions of x in place by complex `turns`."""
+    pairs = turns.shape[-1]
+    tail = x[..., -2 * pairs :].view(*x.shape[:-1], pairs, 2)
+    torch.view_as_complex(tail).mul_(turns)
+    return x
