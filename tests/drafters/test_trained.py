@@ -209,13 +209,13 @@ def test_the_anchor_stands_at_the_index_of_the_last_token(monkeypatch: pytest.Mo
     drafter = tiny_drafters.drafter(model, "vanilla")
     assert isinstance(drafter, BlockDrafter)
     seen: list[int] = []
-    hidden = drafter._model.hidden
+    run = drafter._stack.run
 
-    def spy(anchor: Tensor, mask: Tensor, positions: Tensor, *rest: object) -> Tensor:
-        seen.extend(positions.tolist())
-        return hidden(anchor, mask, positions, *rest)  # type: ignore[arg-type]
+    def spy(x: Tensor, slots: list[int], starts: list[int]) -> Tensor:
+        seen.extend(starts)
+        return run(x, slots, starts)
 
-    monkeypatch.setattr(drafter._model, "hidden", spy)
+    monkeypatch.setattr(drafter._stack, "run", spy)
     recorder = Recorder(drafter, drafter.feature_layers)  # checks that asked-for anchors are next
     engine = Engine(model, recorder, ByteTokenizer(), row_cost=None)
     played = play(engine, [request(PROMPTS[1], max_tokens=30)])
@@ -244,8 +244,8 @@ def test_mtp_rows_are_those_of_one_long_prefill() -> None:
         other = target()
         feed(other, fresh, s.tokens[:-1], 100, s.slot)
         n = len(s.tokens) - 2
-        assert drafter._cache.lengths[s.slot] == fresh._cache.lengths[s.slot] == n
+        assert drafter._stack.lengths[s.slot] == fresh._stack.lengths[s.slot] == n
         torch.testing.assert_close(
-            drafter._cache.keys[0, s.slot, :n], fresh._cache.keys[0, s.slot, :n],
+            drafter._stack.keys[0, s.slot, :n], fresh._stack.keys[0, s.slot, :n],
             atol=1e-4, rtol=1e-3,
         )  # fmt: skip

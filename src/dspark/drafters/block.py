@@ -8,7 +8,7 @@
 
 then, with a Markov head, the sequential stage of `heads.py`. Without one this is DFlash. The module
 is the same in training and in serving; `BlockModel.context` gives the rows that are cached by
-position, `BlockModel.hidden` runs blocks over them.
+position; `hidden` runs blocks over them, and serving does so in three parts.
 
 Shape suffixes as in `layers.py`; m feature layers, n draft layers, N rows.
 """
@@ -64,21 +64,13 @@ class BlockModel(nn.Module):
             for i, attention in enumerate(attentions)
         ]
 
-    def hidden(
-        self,
-        anchor_BD: Tensor,
-        mask_D: Tensor,
-        positions_B: Tensor,
-        last_BD: Tensor,
-        spans: Sequence[Sequence[Span]],
-        num_drafts: int | None = None,
+    def inputs(
+        self, anchor_BD: Tensor, mask_D: Tensor, last_BD: Tensor, num_drafts: int | None = None
     ) -> Tensor:
-        """Run blocks: -> normed hidden states [B, K, D] of the K slots that predict.
+        """What enters the first layer, [B, slots, D].
 
         anchor_BD    embeddings of the anchors; mask_D that of the mask token
-        positions_B  absolute positions of the anchors
         last_BD      the context row in front of each anchor, [B, D] or [B, n * D]; used by `inject`
-        spans        for each layer, the blocks' contexts
         num_drafts   K, at most block_size; None is block_size
         """
         c = self.config
@@ -91,8 +83,28 @@ class BlockModel(nn.Module):
             anchor = torch.nn.functional.rms_norm(anchor_BD, (c.hidden_size,), eps=c.rms_norm_eps)
             fed = self.inject(torch.cat([last_BD[:, -c.hidden_size :], anchor], -1))
             x_BKD = x_BKD + fed.view(B, c.num_slots, c.hidden_size)[:, :slots]
-        steps = torch.arange(slots, device=positions_B.device)
+        return x_BKD
+
+    def outputs(self, x_BKD: Tensor) -> Tensor:
+        """What the last layer gave -> normed hidden states [B, K, D] of the slots that predict."""
+        return self.norm(x_BKD if self.config.sample_from_anchor else x_BKD[:, 1:])  # type: ignore[no-any-return]
+
+    def hidden(
+        self,
+        anchor_BD: Tensor,
+        mask_D: Tensor,
+        positions_B: Tensor,
+        last_BD: Tensor,
+        spans: Sequence[Sequence[Span]],
+    ) -> Tensor:
+        """Whole blocks through all layers: `inputs`, the layers, `outputs`; [B, K, D].
+
+        positions_B  absolute positions of the anchors
+        spans        for each layer, the blocks' contexts
+        """
+        x_BKD = self.inputs(anchor_BD, mask_D, last_BD)
+        steps = torch.arange(x_BKD.shape[1], device=positions_B.device)
         cos, sin = self.rotary(positions_B[:, None] + steps)
         for layer, over in zip(self.layers, spans, strict=True):
             x_BKD = layer(x_BKD, cos, sin, over)
-        return self.norm(x_BKD if c.sample_from_anchor else x_BKD[:, 1:])  # type: ignore[no-any-return]
+        return self.outputs(x_BKD)

@@ -19,7 +19,8 @@ from dspark.drafters.base import Committed, DraftContext, Drafter
 from dspark.drafters.block import BlockModel
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.layers import serve_with
-from dspark.drafters.serving import ContextCache, Vocabulary, check_length, feature_rows
+from dspark.drafters.serving import Vocabulary, check_length, feature_rows
+from dspark.drafters.stack import stack_for
 from dspark.models.target import Target
 from dspark.types import Draft
 
@@ -51,12 +52,13 @@ class BlockDrafter(Drafter):
         if head is not None:
             w2 = head.markov_w2.weight.detach()
             self._w2_Vr = (w2 if draft_ids is None else w2[draft_ids]).to(target.device)
+            self._bias = target.linear(self._w2_Vr)
             head.markov_w2 = nn.Identity()  # type: ignore[assignment]  # only its rows are used
         self._model = model.to(target.device).eval().requires_grad_(False)
+        self._stack = stack_for(config, target, self._model.layers, self._model.rotary)
         serve_with(self._model, target.linear)
         assert config.mask_token_id is not None
         self._mask_D = target.embed(torch.tensor([config.mask_token_id], device=target.device))[0]
-        self._cache = ContextCache(config, target)
         width = config.hidden_size * (config.num_layers if config.layer_fusion else 1)
         self._last = torch.zeros(target.num_slots, width, device=target.device)
 
@@ -68,15 +70,15 @@ class BlockDrafter(Drafter):
         assert features is not None
         rows, slots, positions = feature_rows(committed, features.device)
         context = self._model.context(features[rows])
-        self._cache.write(slots, positions, self._model.keys_values(context, positions))
+        self._stack.write(slots, positions, self._model.keys_values(context, positions))
         at = -1
         for c in committed:
             at += len(c.tokens)
             self._last[c.slot] = context[at]
-            self._cache.lengths[c.slot] = c.start + len(c.tokens)
+            self._stack.lengths[c.slot] = c.start + len(c.tokens)
 
     def release(self, slot: int) -> None:
-        self._cache.lengths[slot] = 0
+        self._stack.lengths[slot] = 0
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -85,7 +87,7 @@ class BlockDrafter(Drafter):
         if k == 0:
             return [Draft()] * len(contexts)
         for c in contexts:
-            assert self._cache.lengths[c.slot] == len(c.tokens) - 1, "context ends at the anchor"
+            assert self._stack.lengths[c.slot] == len(c.tokens) - 1, "context ends at the anchor"
         h_BKD = self._hidden(contexts, k)
         base_BKV = self._head(h_BKD.flatten(0, 1)).view(*h_BKD.shape[:2], -1).float()
         return self._walk(contexts, h_BKD, base_BKV)
@@ -95,14 +97,9 @@ class BlockDrafter(Drafter):
         device = self._target.device
         slots = [c.slot for c in contexts]
         lengths = [len(c.tokens) - 1 for c in contexts]
-        return self._model.hidden(
-            self._target.embed(torch.tensor([c.tokens[-1] for c in contexts], device=device)),
-            self._mask_D,
-            torch.tensor(lengths, device=device),
-            self._last[slots],
-            self._cache.spans(slots, lengths),
-            k,
-        )
+        anchors = torch.tensor([c.tokens[-1] for c in contexts], device=device)
+        x_BKD = self._model.inputs(self._target.embed(anchors), self._mask_D, self._last[slots], k)
+        return self._model.outputs(self._stack.run(x_BKD, slots, lengths))
 
     def _walk(
         self, contexts: Sequence[DraftContext], h_BKD: Tensor, base_BKV: Tensor
@@ -141,7 +138,7 @@ class BlockDrafter(Drafter):
     def _biased(self, base_BV: Tensor, z_Br: Tensor) -> Tensor:
         """U_k + z W2, or that over the best tokens of U_k alone: q is zero elsewhere."""
         if not 0 < self._config.candidates < base_BV.shape[1]:
-            return base_BV + z_Br @ self._w2_Vr.T
+            return base_BV + self._bias(z_Br)
         best = base_BV.topk(self._config.candidates, sorted=False)
         bias_BC = (self._w2_Vr[best.indices] @ z_Br[..., None])[..., 0]
         out = torch.full_like(base_BV, -torch.inf)

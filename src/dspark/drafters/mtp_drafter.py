@@ -19,7 +19,8 @@ from dspark.drafters.base import Committed, DraftContext, Drafter
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.layers import serve_with
 from dspark.drafters.mtp import MtpModel
-from dspark.drafters.serving import ContextCache, Vocabulary, check_length
+from dspark.drafters.serving import Vocabulary, check_length
+from dspark.drafters.stack import stack_for
 from dspark.models.target import Target
 from dspark.types import Draft
 
@@ -48,8 +49,8 @@ class MtpDrafter(Drafter):
         self._vocabulary = Vocabulary(target.vocab_size, draft_ids)
         self._head = target.output_head(draft_ids)
         self._model = model.to(target.device).eval().requires_grad_(False)
+        self._stack = stack_for(config, target, self._model.layers, self._model.rotary)
         serve_with(self._model, target.linear)
-        self._cache = ContextCache(config, target)
         self._waiting = torch.zeros(target.num_slots, config.hidden_size, device=target.device)
 
     @torch.inference_mode()
@@ -75,13 +76,13 @@ class MtpDrafter(Drafter):
             slots += [c.slot] * len(behind)
             positions += range(start, start + len(behind))
             self._waiting[c.slot] = rows[-1]
-            self._cache.lengths[c.slot] = c.start + n - 1
+            self._stack.lengths[c.slot] = c.start + n - 1
         if tokens:
             x_ND = self._inputs(torch.cat(hidden), tokens)
             self._write(x_ND, slots, positions)
 
     def release(self, slot: int) -> None:
-        self._cache.lengths[slot] = 0
+        self._stack.lengths[slot] = 0
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -91,7 +92,7 @@ class MtpDrafter(Drafter):
             return [Draft()] * len(contexts)
         slots = [c.slot for c in contexts]
         rows = [len(c.tokens) - 2 for c in contexts]
-        assert rows == [self._cache.lengths[s] for s in slots], "context ends at the anchor"
+        assert rows == [self._stack.lengths[s] for s in slots], "context ends at the anchor"
         words = self._vocabulary
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
@@ -100,8 +101,7 @@ class MtpDrafter(Drafter):
             x_BD = self._inputs(hidden_BD, last)
             # A sequence at the end of its slot repeats the last row; its surplus is cut off below.
             at = [min(r + step, self._target.max_context - 1) for r in rows]
-            spans = self._cache.spans(slots, at)[0]
-            hidden_BD = self._model.hidden(x_BD, torch.tensor(at, device=x_BD.device), spans)
+            hidden_BD = self._stack.run(x_BD[:, None], slots, at)[:, 0]
             logits_BV = self._head(self._model.norm(hidden_BD)).float()
             for b, c in enumerate(contexts):
                 column, q = words.pick(logits_BV[b], c.params, c.rng)
@@ -125,4 +125,4 @@ class MtpDrafter(Drafter):
     def _write(self, x_ND: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
         at = torch.tensor(positions, device=x_ND.device)
         rows = self._model.keys_values(x_ND, at)
-        self._cache.write(torch.tensor(slots, device=x_ND.device), at, rows)
+        self._stack.write(torch.tensor(slots, device=x_ND.device), at, rows)

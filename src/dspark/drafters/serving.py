@@ -1,11 +1,5 @@
-"""What trained drafters share when they serve: context by position, and drawing from a vocabulary.
-
-The context cache follows the target's rule: rows are addressed by slot and absolute position, a
-sequence has a length, nothing is rolled back. Only committed rows are written, from the features of
-the very pass that verified them.
-
-Shape suffixes as in `layers.py`; S slots, T positions of a slot, n draft layers.
-"""
+"""What trained drafters share when they serve: which rows were committed, drawing from a
+vocabulary, and the bounds of a block's length."""
 
 from __future__ import annotations
 
@@ -16,41 +10,9 @@ import torch
 from torch import Tensor
 
 from dspark.drafters.base import Committed
-from dspark.drafters.config import DrafterConfig
-from dspark.drafters.layers import Span
 from dspark.errors import ConfigError
-from dspark.models.target import Target
 from dspark.sampling import argmax, distribution, draw
 from dspark.types import SamplingParams
-
-
-class ContextCache:
-    """Keys and values [n, S, T, G, E] of committed rows, and how many each slot has."""
-
-    def __init__(self, config: DrafterConfig, target: Target) -> None:
-        shape = (config.num_layers, target.num_slots, target.max_context, config.num_kv_heads,
-                 config.head_dim)  # fmt: skip
-        # NumPy's zeros are the operating system's: memory is taken when a position is written.
-        self.keys, self.values = (
-            torch.from_numpy(np.zeros(shape, np.float32)).to(target.device) for _ in range(2)
-        )
-        self.lengths = [0] * target.num_slots
-
-    def write(self, slots: Tensor, positions: Tensor, rows: list[tuple[Tensor, Tensor]]) -> None:
-        """Keys and values [N, G, E] of every layer at [N] slots and positions."""
-        for i, (keys, values) in enumerate(rows):
-            self.keys[i, slots, positions] = keys.float()
-            self.values[i, slots, positions] = values.float()
-
-    def spans(self, slots: Sequence[int], lengths: Sequence[int]) -> list[list[Span]]:
-        """For every layer, one block a slot over its first rows."""
-        return [
-            [
-                Span(b, b + 1, keys[s, :length], values[s, :length])
-                for b, (s, length) in enumerate(zip(slots, lengths, strict=True))
-            ]
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
 
 
 def feature_rows(

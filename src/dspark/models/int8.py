@@ -23,6 +23,7 @@ from torch import Tensor
 from dspark.errors import ConfigError
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
+from dspark.models.kernel_stack import KernelStack, LayerSizes
 from dspark.models.native import library
 from dspark.models.target import Batch, Linear
 from dspark.models.weights import BLOCK, QuantBlocks, WeightSource
@@ -110,7 +111,7 @@ class PackedLinear:
         return out
 
 
-def unsupported(config: DecoderConfig) -> str | None:
+def unsupported(config: LayerSizes) -> str | None:
     """Why the kernels cannot run this model, or None if they can."""
     c = config
     for name, size, unit in (
@@ -154,29 +155,24 @@ class Int8Decoder(Decoder):
         self._head = pack(["model.embed_tokens" if c.tie_embeddings else "lm_head"], bias=False)
         self._embed = self._head if c.tie_embeddings else pack(["model.embed_tokens"], bias=False)
         self._norm = weights.tensor("model.norm.weight").float().contiguous()
-        self._layers = (library.Layer * c.num_layers)()
+        layers = []
         for i in range(c.num_layers):
             p = f"model.layers.{i}."
-            self._layers[i] = library.Layer(
-                pack([f"{p}self_attn.{x}_proj" for x in "qkv"], c.qkv_bias).struct,
-                pack([f"{p}self_attn.o_proj"], c.o_bias).struct,
-                pack([f"{p}mlp.gate_proj", f"{p}mlp.up_proj"], c.mlp_bias).struct,
-                pack([f"{p}mlp.down_proj"], c.mlp_bias).struct,
-                vector(p + "input_layernorm.weight"),
-                vector(p + "post_attention_layernorm.weight"),
-                vector(p + "self_attn.q_norm.weight") if c.qk_norm else 0,
-                vector(p + "self_attn.k_norm.weight") if c.qk_norm else 0,
-                c.windows[i] or 0,
-                int(c.rope_layers[i]),
+            layers.append(
+                library.Layer(
+                    pack([f"{p}self_attn.{x}_proj" for x in "qkv"], c.qkv_bias).struct,
+                    pack([f"{p}self_attn.o_proj"], c.o_bias).struct,
+                    pack([f"{p}mlp.gate_proj", f"{p}mlp.up_proj"], c.mlp_bias).struct,
+                    pack([f"{p}mlp.down_proj"], c.mlp_bias).struct,
+                    vector(p + "input_layernorm.weight"),
+                    vector(p + "post_attention_layernorm.weight"),
+                    vector(p + "self_attn.q_norm.weight") if c.qk_norm else 0,
+                    vector(p + "self_attn.k_norm.weight") if c.qk_norm else 0,
+                    c.windows[i] or 0,
+                    int(c.rope_layers[i]),
+                )
             )
-        self._slot_rows = -(-max_context // 32) * 32  # the kernels read keys 32 at a time
-        # Zeroed by the operating system page by page: a long context costs memory when it is used.
-        self._keys, self._values = (
-            np.zeros(
-                (c.num_layers, num_slots, c.num_kv_heads, self._slot_rows, c.head_dim), np.float32
-            )
-            for _ in range(2)
-        )
+        self._stack = KernelStack(c, layers, num_slots, max_context)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self._embed.rows(tokens)
@@ -191,37 +187,11 @@ class Int8Decoder(Decoder):
         return PackedLinear(quantise(weight), bias)
 
     def begin_pass(self, batch: Batch, x_ND: Tensor) -> None:
-        c, n, threads = self.config, batch.num_tokens, torch.get_num_threads()
-        stride = max(
-            c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, 2 * c.intermediate_size
-        )
-        widest = max(c.hidden_size, c.num_heads * c.head_dim, c.intermediate_size)
-        scratch = [
-            batch.positions.contiguous(),
-            batch.slots.contiguous(),
-            self.cos_TR[batch.positions],
-            self.sin_TR[batch.positions],
-            x_ND,
-            torch.empty((n, stride)),
-            torch.empty((n, c.num_heads * c.head_dim)),
-            torch.empty((threads, c.num_heads // c.num_kv_heads, self._slot_rows)),
-            torch.empty((n, widest), dtype=torch.int8),
-            torch.empty((n, widest // BLOCK)),
-            torch.empty((n, widest // BLOCK)),
-        ]
-        self._scratch = scratch
-        self._pass = library.Pass(n, stride, *(t.data_ptr() for t in scratch))
-        self._dims = library.Dims(
-            c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim,
-            self._slot_rows, threads, c.rms_norm_eps, c.head_dim**-0.5,
-        )  # fmt: skip
+        at = batch.positions
+        self._stack.begin(at, batch.slots, at + 1, self.cos_TR[at], self.sin_TR[at], x_ND)
 
     def layers(self, which: range, x_ND: Tensor) -> Tensor:
-        keys, values = self._keys[which.start], self._values[which.start]
-        self._lib.dspark_layers(
-            self._dims, ctypes.byref(self._layers[which.start]), len(which),
-            keys.ctypes.data, values.ctypes.data, keys.size, self._pass,
-        )  # fmt: skip
+        self._stack.run(which)
         return x_ND
 
     def head(self, x_MD: Tensor) -> Tensor:

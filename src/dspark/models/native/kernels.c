@@ -32,7 +32,7 @@ typedef struct {
 
 typedef struct {
     int32_t n, stride;      /* rows; floats between rows of `wide` */
-    const int64_t *position, *slot;
+    const int64_t *position, *slot, *end; /* a row reads the keys in front of `end` */
     const float *cos, *sin; /* [n, head_dim / 2] */
     float *x;               /* [n, hidden] residual stream, updated in place */
     float *wide;            /* [n, stride], stride = max(hidden, qkv, 2 * inter) */
@@ -206,7 +206,7 @@ static void layer(const Dims *d, const Layer *l, float *keys, float *values, con
     }
     meet(barrier, threads);
     for (int64_t u = tid; u < (int64_t)p->n * d->kv_heads; u += threads) {
-        const int64_t r = u / d->kv_heads, h = u % d->kv_heads, hi = p->position[r] + 1;
+        const int64_t r = u / d->kv_heads, h = u % d->kv_heads, hi = p->end[r];
         const int64_t lo = l->window && hi > l->window ? hi - l->window : 0;
         const int64_t base = (p->slot[r] * d->kv_heads + h) * d->max_context * hd;
         attend(d, keys + base, values + base, p->wide + r * ld + h * group * hd,

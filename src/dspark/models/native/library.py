@@ -64,9 +64,9 @@ class Pass(Structure):
     """Rows and scratch of one pass, as in kernels.c."""
 
     _fields_ = (("n", c_int32), ("stride", c_int32), ("position", c_void_p), ("slot", c_void_p),
-                ("cos", c_void_p), ("sin", c_void_p), ("x", c_void_p), ("wide", c_void_p),
-                ("attn", c_void_p), ("scores", c_void_p), ("q", c_void_p), ("q_scale", c_void_p),
-                ("q_sum", c_void_p))  # fmt: skip
+                ("end", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("x", c_void_p),
+                ("wide", c_void_p), ("attn", c_void_p), ("scores", c_void_p), ("q", c_void_p),
+                ("q_scale", c_void_p), ("q_sum", c_void_p))  # fmt: skip
 
 
 def cache_dir() -> Path:
