@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def test_a_whole_file(tmp_path: Path) -> None:
     c = load(write(tmp_path, text))
     assert c.text.held_out == 40 and c.drafter.target_layer_ids == (1, 9)
     assert c.loss.ce == 1.0 and isinstance(c.loss.ce, float) and c.train.betas == (0.8, 0.9)
+
+
+def test_the_tutorial_s_file(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    c = load(write(tmp_path, example))
+    assert c.drafter.target_layer_ids == (9, 18, 27) and c.train.epochs == 4.0
+    assert len(page.splitlines()) < 150
 
 
 def test_overrides(tmp_path: Path) -> None:

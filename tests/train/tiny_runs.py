@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from dspark.models.loading import Checkpoint
 from dspark.tokenizer import Tokenizer
@@ -55,6 +58,36 @@ def raw(out: Path, form: str = "dspark", **train: Any) -> dict[str, dict[str, An
 
 def run(out: Path, form: str = "dspark", text: list[Sample] | None = None, **train: Any) -> Run:
     return decide(from_raw(raw(out, form, **train)), checkpoint(), text or samples(), (256,))
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}:{% endfor %}"
+
+
+def directory(path: Path, sharpness: float = 4.0) -> Path:
+    """A tiny Llama over printable ASCII that knows its mind, as a Hugging Face directory."""
+    path.mkdir(parents=True, exist_ok=True)
+    letters = sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if c.isascii())
+    model = oracle("llama", vocab_size=len(letters) + 3, eos_token_id=len(letters) + 1)
+    with torch.no_grad():
+        model.lm_head.weight *= sharpness
+    model.save_pretrained(path)
+    backend = Backend(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(t, special=True) for t in ("<a>", "<eos>", "<mask>")])
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def toml(path: Path, sections: dict[str, dict[str, Any]]) -> Path:
+    """What JSON and TOML write alike, in sections."""
+    lines = []
+    for name, values in sections.items():
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in values.items())]
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def trainer(made: Run, group: Group | None = None) -> Trainer:

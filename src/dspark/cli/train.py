@@ -110,7 +110,7 @@ def train(
 def _bar(color: ui.Color, name: str, unit: str) -> Iterator[Callable[..., None]]:
     """show(done, total, note): a bar on a terminal, else a line now and then."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
     terminal = sys.stderr.isatty()
@@ -127,14 +127,16 @@ def _bar(color: ui.Color, name: str, unit: str) -> Iterator[Callable[..., None]]
     begun = shown = time.perf_counter()
     first: int | None = None
     with bar:
-        task = bar.add_task("", total=None, note="")
+        task: TaskID | None = None
 
         def show(done: int, total: int, note: str = "") -> None:
-            nonlocal shown, first
+            nonlocal shown, first, task
             now = time.perf_counter()
             first = done if first is None else first
             rate = (done - first) / (now - begun) if done > first else 0.0
             text = note or f"{rate:.0f} {unit}"
+            if task is None:  # not before there is something to show
+                task = bar.add_task("", total=total, note="")
             bar.update(task, completed=done, total=total, note=text)
             if not terminal and (now - shown > PLAIN_SECONDS or done == total):
                 left = f", {(total - done) / rate / 60:.0f} min left" if rate else ""
@@ -154,6 +156,8 @@ def _reports(color: ui.Color, first: bool) -> Iterator[Callable[[Report], None]]
     with _bar(color, "training", "steps/s") as show:
 
         def on_report(r: Report) -> None:
+            if r.kind == "begun" and not r.values["tensorboard"]:
+                ui.note("TensorBoard is not installed (dspark[train]): metrics.jsonl only")
             if r.kind == "held_out":
                 v = r.values
                 accept = " ".join(f"{a:.2f}" for a in v["accept"])
@@ -164,6 +168,8 @@ def _reports(color: ui.Color, first: bool) -> Iterator[Callable[[Report], None]]
                 return
             if r.kind == "log":
                 last.update(r.values)
+            if r.kind in ("begun", "saved") or (r.kind == "step" and r.step == r.total):
+                return  # the last step is shown with its numbers
             if last:
                 show(
                     r.step,

@@ -247,7 +247,7 @@ def slot_terms(
     ratio = (log_q_label_CK.exp() / p_label_CK.clamp(min=1e-30)).clamp(max=1) * known_CK
     before = torch.cumprod(torch.cat([torch.ones_like(ratio[:, :1]), ratio[:, :-1]], 1), 1)
 
-    ce = -(w_CK * log_q_label_CK)[known_CK].sum()
+    ce = -(w_CK * known_CK * log_q_label_CK).sum()
     kl = -(w_CK * cross_CK).sum()
     tv = (w_CK * l1_CK).sum()
     conf = torch.zeros_like(tv)

@@ -47,7 +47,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Report:
-    """What to show: `kind` is step, log (numbers were written), held_out or saved."""
+    """What to show: `kind` is begun, step, log (numbers were written), held_out or saved."""
 
     kind: str
     step: int
@@ -213,6 +213,7 @@ class Trainer:
             on_report(Report(kind, n.step, self.total, values))
 
         try:
+            report("begun", {"tensorboard": metrics is not None and metrics.has_board})
             while n.step < self.total:
                 items, place = self.order.batch(Place(n.epoch, n.offset))
                 anchors = n.anchors
