@@ -1,8 +1,9 @@
-"""What a DeepSeek-V4 looks like, as one frozen dataclass, and its two spellings on disk.
+"""How the configuration of a DeepSeek-V4 is spelled on disk, read into one `V4Config`.
 
 `config.json` uses the names of `transformers` (`hidden_size`, `num_hidden_layers`, ...), the
 `inference/config.json` beside it those of the reference implementation (`dim`, `n_layers`, ...).
-`v4_from_hf` reads either; the rest of the code knows only `V4Config`.
+`v4_from_hf` reads either. What drafters under `mtp.*` need stands beside it (`V4DSpark`): it is no
+part of the tower.
 
 Three things in these files mislead. `compress_ratios` is longer than the tower: its tail belongs to
 the stages under `mtp.*`. `num_nextn_predict_layers` is 1 even where three DSpark stages are stored,
@@ -15,22 +16,22 @@ residual streams, caches and routing differ under similar names.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, cast
 
 from dspark.errors import CheckpointError
 from dspark.models.config import RopeConfig
+from dspark.models.deepseek_v4.config import CSA_RATIO, V4Config
 
-LayerKind = Literal["swa", "csa", "hca"]
-"""Sliding window alone; with compressed sparse attention (an indexer chooses entries); with heavily
-compressed attention (all entries are seen)."""
-_KINDS: dict[int, LayerKind] = {0: "swa", 4: "csa", 128: "hca"}
-_TYPES: dict[str, LayerKind] = {
-    "sliding_attention": "swa",
-    "compressed_sparse_attention": "csa",
-    "heavily_compressed_attention": "hca",
+_RATES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": CSA_RATIO,
+    "heavily_compressed_attention": 128,
 }
+"""What `transformers` calls the kinds of a layer, and the tokens of one compressed entry."""
 _REFERENCE_NAMES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -52,66 +53,15 @@ _ARE_V41 = {"engram_layer_ids", "kv_source_layers", "kv_source_layer_ids", "text
 class V4DSpark:
     """What a checkpoint with DSpark stages says about them.
 
+    block_size        tokens that a round drafts, unless told otherwise
     target_layer_ids  tower layers whose outputs are the context (i: output of layer i)
+    markov_rank       r of the Markov head's two tables [V, r]; 0 without one
     """
 
     block_size: int
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
     markov_rank: int
-
-
-@dataclass(frozen=True)
-class V4Config:
-    """Sizes and switches of a DeepSeek-V4 tower.
-
-    kinds        one a layer
-    csa_ratio, hca_ratio  tokens of one compressed entry in the layers of that kind
-    window       positions that a layer sees uncompressed, its own included
-    rope_dim     the last so many dimensions of a head (and of an index head) rotate
-    rope         of sliding layers and of every stage under `mtp.*`
-    compress_rope  of csa and hca layers: queries, window, entries, indexer
-    num_hash_layers  the first so many layers choose experts by token id
-    hc_mult      residual streams; `hc_iters` Sinkhorn normalisations mix them
-    tail_stages  entries of `compress_ratios` beyond the tower: stages under `mtp.*`, a hint only
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    rope_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    window: int
-    kinds: tuple[LayerKind, ...]
-    index_heads: int
-    index_dim: int
-    index_topk: int
-    num_experts: int
-    experts_per_token: int
-    num_shared_experts: int
-    expert_size: int
-    route_scale: float
-    num_hash_layers: int
-    swiglu_limit: float
-    hc_mult: int
-    hc_iters: int
-    hc_eps: float
-    rms_norm_eps: float
-    rope: RopeConfig
-    compress_rope: RopeConfig
-    max_context: int
-    csa_ratio: int = 4
-    hca_ratio: int = 128
-    dspark: V4DSpark | None = None
-    tail_stages: int = 0
-
-    def ratio(self, layer: int) -> int:
-        """Tokens of one compressed entry of a layer; 0 without a compressor."""
-        return {"swa": 0, "csa": self.csa_ratio, "hca": self.hca_ratio}[self.kinds[layer]]
 
 
 def is_v4(raw: Mapping[str, Any]) -> bool:
@@ -134,6 +84,26 @@ def v4_from_hf(raw: Mapping[str, Any]) -> V4Config:
         raise CheckpointError(f"holds a value of a wrong kind: {e}") from e
 
 
+def read_v4_config(directory: Path) -> tuple[V4Config, V4DSpark | None]:
+    """The configuration in a checkpoint's directory: `config.json`, or without one the reference's.
+    Raises CheckpointError with the file's name."""
+    path = directory / "config.json"
+    if not path.exists() and (directory / "inference" / "config.json").exists():
+        path = directory / "inference" / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{directory} is not a model directory: it has no config.json") from e
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    try:
+        return v4_from_hf(raw), dspark_from_hf(raw)
+    except CheckpointError as e:
+        raise CheckpointError(f"{path}: {e}") from e
+
+
 def _as_config_json(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not is_v4(raw):
         kind = raw.get("model_type")
@@ -142,11 +112,6 @@ def _as_config_json(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if "dim" not in raw:
         return raw
     out = {_REFERENCE_NAMES.get(k, k): v for k, v in raw.items()}
-    # Here a ratio is a number of tokens: 4 has an indexer, any other is heavily compressed.
-    heavy = {r for r in out["compress_ratios"][: out["num_hidden_layers"]] if r not in (0, 4)}
-    if len(heavy) == 1:
-        out["compress_rate_hca"] = next(iter(heavy))
-        out["compress_ratios"] = [128 if r in heavy else r for r in out["compress_ratios"]]
     if out.get("original_seq_len"):
         out["rope_scaling"] = {
             "type": "yarn",
@@ -175,49 +140,38 @@ def _read(raw: Mapping[str, Any]) -> V4Config:
 
     _refuse(raw)
     layers, head_dim = size("num_hidden_layers"), size("head_dim")
-    rates = {**dict.fromkeys(_TYPES), **(raw.get("compress_rates") or {})}
-    csa = rates["compressed_sparse_attention"] or raw.get("compress_rate_csa") or 4
-    hca = rates["heavily_compressed_attention"] or raw.get("compress_rate_hca") or 128
-    kinds, tail = _layer_kinds(raw, layers)
     rope_dim = raw.get("qk_rope_head_dim")
     if rope_dim is None:
         rope_dim = int(head_dim * number("partial_rotary_factor", 64 / 512))
     rope, compress_rope = _ropes(raw)
-    config = V4Config(
+    return V4Config(
         vocab_size=size("vocab_size"),
         hidden_size=size("hidden_size"),
-        num_layers=layers,
         num_heads=size("num_attention_heads"),
         head_dim=head_dim,
         rope_dim=rope_dim,
-        q_lora_rank=size("q_lora_rank"),
+        q_rank=size("q_lora_rank"),
         o_groups=size("o_groups"),
-        o_lora_rank=size("o_lora_rank"),
+        o_rank=size("o_lora_rank"),
         window=size("sliding_window", 128),
-        kinds=kinds,
+        ratios=_ratios(raw, layers),
         index_heads=size("index_n_heads"),
         index_dim=size("index_head_dim"),
         index_topk=size("index_topk"),
         num_experts=size("n_routed_experts"),
         experts_per_token=size("num_experts_per_tok"),
-        num_shared_experts=size("n_shared_experts", 1),
         expert_size=size("moe_intermediate_size"),
-        route_scale=number("routed_scaling_factor", 1.5),
         num_hash_layers=_hash_layers(raw, layers),
+        routed_scale=number("routed_scaling_factor", 1.5),
         swiglu_limit=number("swiglu_limit", 10.0),
-        hc_mult=size("hc_mult", 4),
-        hc_iters=size("hc_sinkhorn_iters", 20),
+        streams=size("hc_mult", 4),
+        sinkhorn_iterations=size("hc_sinkhorn_iters", 20),
         hc_eps=number("hc_eps", 1e-6),
-        rms_norm_eps=number("rms_norm_eps", 1e-6),
+        norm_eps=number("rms_norm_eps", 1e-6),
+        max_context=size("max_position_embeddings", 1_048_576),
         rope=rope,
         compress_rope=compress_rope,
-        max_context=size("max_position_embeddings", 1_048_576),
-        csa_ratio=int(csa),
-        hca_ratio=int(hca),
-        dspark=_dspark(raw, layers),
-        tail_stages=tail,
     )
-    return _consistent(config)
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:
@@ -226,6 +180,7 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         ("hidden_act", "silu"),
         ("norm_topk_prob", True),
         ("num_key_value_heads", 1),
+        ("n_shared_experts", 1),
         ("tie_word_embeddings", False),
         ("attention_bias", False),
         ("mlp_bias", False),
@@ -240,21 +195,40 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         )
 
 
-def _layer_kinds(raw: Mapping[str, Any], layers: int) -> tuple[tuple[LayerKind, ...], int]:
-    """The kinds of the tower's layers, and how many more entries the list has."""
+def _ratios(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Tokens of one compressed entry in each layer of the tower; 0 in sliding layers.
+
+    `transformers` names kinds and says elsewhere, for all layers of a kind, what the rate is; in
+    its list of ratios 4 and 128 are such names, too.
+    """
+    rates = dict(_RATES)
+    given = raw.get("compress_rates") or {}
+    for kind, older in (
+        ("compressed_sparse_attention", "compress_rate_csa"),
+        ("heavily_compressed_attention", "compress_rate_hca"),
+    ):
+        rates[kind] = int(raw.get(older) or given.get(kind) or rates[kind])
+    if rates["compressed_sparse_attention"] != CSA_RATIO:
+        raise CheckpointError(
+            f"sparse layers compress {rates['compressed_sparse_attention']} tokens, only"
+            f" {CSA_RATIO} are supported"
+        )
+    if rates["heavily_compressed_attention"] == CSA_RATIO:
+        raise CheckpointError(f"heavily compressed layers of {CSA_RATIO} tokens are not supported")
     types, ratios = raw.get("layer_types"), raw.get("compress_ratios")
-    given, known = (types, _TYPES) if types is not None else (ratios, _KINDS)
-    if given is None:
-        raise CheckpointError("neither compress_ratios nor layer_types says what the layers are")
-    tail = len(ratios) - layers if ratios is not None else 0
-    if len(given) < layers:
-        raise CheckpointError(f"{len(given)} layers have a kind, the model has {layers}")
-    for value in given[:layers]:
-        if value not in known:
-            names = ", ".join(map(str, known))
-            raise CheckpointError(f"a layer of kind {value!r} is not known, only {names} are")
-    kinds = cast("Mapping[Any, LayerKind]", known)
-    return tuple(kinds[v] for v in given[:layers]), max(tail, 0)
+    known: dict[Any, int] = dict(rates)
+    if types is None:
+        if ratios is None:
+            raise CheckpointError("neither compress_ratios nor layer_types tells the layers' kinds")
+        types = ratios
+        known = {r: r for r in ratios} | {128: rates["heavily_compressed_attention"]}
+    listed = types[:layers]
+    if len(listed) < layers:
+        raise CheckpointError(f"{len(listed)} layers have a kind, the model has {layers}")
+    for value in listed:
+        if not isinstance(known.get(value), int) or known[value] < 0:
+            raise CheckpointError(f"a layer of kind {value!r} is not known")
+    return tuple(known[v] for v in listed)
 
 
 def _hash_layers(raw: Mapping[str, Any], layers: int) -> int:
@@ -299,8 +273,10 @@ def _ropes(raw: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     )
 
 
-def _dspark(raw: Mapping[str, Any], layers: int) -> V4DSpark | None:
-    block = raw.get("dspark_block_size")
+def dspark_from_hf(raw: Mapping[str, Any]) -> V4DSpark | None:
+    """The settings of DSpark stages, which both spellings name alike; None without a
+    `dspark_block_size`. Raises CheckpointError for impossible ones."""
+    block, layers = raw.get("dspark_block_size"), raw.get("num_hidden_layers", raw.get("n_layers"))
     if block is None:
         return None
     noise, rank = raw.get("dspark_noise_token_id"), raw.get("dspark_markov_rank", 0)
@@ -308,27 +284,11 @@ def _dspark(raw: Mapping[str, Any], layers: int) -> V4DSpark | None:
     for key, value in (("block_size", block), ("noise_token_id", noise), ("markov_rank", rank)):
         if not isinstance(value, int) or value < (key == "block_size"):
             raise CheckpointError(f"dspark_{key} is {value!r}, expected a whole number")
-    if not ids or any(not isinstance(i, int) or not 0 <= i < layers for i in ids):
+    whole = isinstance(ids, list | tuple) and all(isinstance(i, int) for i in ids)
+    if not whole or not ids or min(ids) < 0 or max(ids) >= (layers or 0):
         raise CheckpointError(
-            f"dspark_target_layer_ids is {ids!r}, expected layers of 0 to {layers - 1}"
+            f"dspark_target_layer_ids is {ids!r}, expected layers of the {layers} there are"
         )
+    if cast(int, noise) >= raw.get("vocab_size", 0):
+        raise CheckpointError(f"dspark_noise_token_id is {noise!r}, which is no token")
     return V4DSpark(block, cast(int, noise), tuple(ids), rank)
-
-
-def _consistent(c: V4Config) -> V4Config:
-    if c.num_heads % c.o_groups:
-        raise CheckpointError(f"{c.num_heads} heads do not divide into o_groups={c.o_groups}")
-    if c.rope_dim % 2 or not 0 < c.rope_dim <= min(c.head_dim, c.index_dim):
-        raise CheckpointError(
-            f"{c.rope_dim} of {c.head_dim} dimensions ({c.index_dim} of an index head) cannot"
-            " rotate: expected an even number of them"
-        )
-    if c.experts_per_token > c.num_experts:
-        raise CheckpointError(f"a token uses {c.experts_per_token} of {c.num_experts} experts")
-    if c.num_shared_experts != 1:
-        raise CheckpointError(f"n_shared_experts is {c.num_shared_experts}, only 1 is supported")
-    if min(c.csa_ratio, c.hca_ratio) < 1:
-        raise CheckpointError(f"compress rates {c.csa_ratio} and {c.hca_ratio} must be positive")
-    if c.dspark is not None and c.dspark.noise_token_id >= c.vocab_size:
-        raise CheckpointError(f"dspark_noise_token_id is no id of {c.vocab_size} tokens")
-    return c
