@@ -4,8 +4,8 @@
     python scripts/headline.py --prompts ... --llama-bench "LD_LIBRARY_PATH=/opt/llama llama-bench"
 
 Same model, engine and process: on every prompt the drafters take turns (`bench/compare.py`),
-at temperature 0, and every text must be that of plain decoding. Sets count alike: the mean over sets
-is the mean of their tokens a second, and a ratio is formed of those means. With `--llama-bench`,
+at temperature 0, and every text must be that of plain decoding. Sets count alike: the mean over
+sets is the mean of their tokens a second, a ratio is formed of those means. With `--llama-bench`,
 llama.cpp decodes the same GGUF file plainly on as many threads, once after every set.
 
 Prints a Markdown table for every set and one for the mean (see docs/results.md), and ends in one

@@ -71,6 +71,9 @@ class DrafterSection:
     init_layers: tuple[int, ...] = ()
     """Target layers whose weights the draft layers start from; empty: random, std 0.02."""
     candidates: int = 0
+    start_from: str = ""
+    """A drafter's checkpoint whose weights the run begins with: a second stage with other losses
+    or other text. Sizes and options must be the same."""
 
 
 PRESETS: dict[str, dict[str, Any]] = {

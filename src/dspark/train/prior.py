@@ -95,8 +95,11 @@ def low_rank(law_NV: Tensor, counts_N: Tensor, rank: int, seed: int = 0) -> tupl
 
 def needs_start(model: BlockModel | MtpModel, run: Run) -> TypeGuard[BlockModel]:
     """Whether this run begins with the target's law: it has a head, wants it, and is at step 0."""
-    wanted = run.config.drafter.markov_init == "target" and model.markov_head is not None
-    return wanted and state.load(Path(run.config.train.out)) is None
+    section = run.config.drafter
+    wanted = section.markov_init == "target" and not section.start_from
+    return (
+        model.markov_head is not None and wanted and state.load(Path(run.config.train.out)) is None
+    )
 
 
 def start_markov_head(

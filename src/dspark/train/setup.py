@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.drafters.block import BlockModel
+from dspark.drafters.checkpoint import load
 from dspark.drafters.config import DrafterConfig, like_target
 from dspark.drafters.mtp import MtpModel
 from dspark.errors import ConfigError
@@ -229,7 +230,27 @@ def make_model(run: Run) -> BlockModel | MtpModel:
     torch.manual_seed(run.config.train.seed)
     model = MtpModel(run.drafter) if run.drafter.kind == "mtp" else BlockModel(run.drafter)
     initialise(model, run.checkpoint.weights, run.config.drafter.init_layers)
+    if run.config.drafter.start_from:
+        start_from(model, run, Path(run.config.drafter.start_from))
     return model
+
+
+def start_from(model: BlockModel | MtpModel, run: Run, directory: Path) -> None:
+    """Take over the weights of another run's drafter. Raises ConfigError if it is another one."""
+    found = load(directory)
+    # The layout keeps neither the run's name of the target nor how its rotation was spelt.
+    free = ("target", "rope")
+    differ = [
+        f"{f.name} {getattr(found.config, f.name)} and {getattr(run.drafter, f.name)}"
+        for f in fields(DrafterConfig)
+        if f.name not in free and getattr(found.config, f.name) != getattr(run.drafter, f.name)
+    ]
+    if differ:
+        raise ConfigError(f"{directory} is another drafter than this run's: {', '.join(differ)}")
+    ids, mine = found.draft_ids, run.draft_ids
+    if ids is not mine and (ids is None or mine is None or not torch.equal(ids, mine)):
+        raise ConfigError(f"{directory} has another draft vocabulary than this run's text gives")
+    model.load_state_dict(found.model.state_dict())
 
 
 def initialise(
