@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dspark.models.target import Segment, pack
 from tests.models.deepseek_v4.tiny import CSA, HCA, SWA, oracle, target
+
+from dspark.models.target import Segment, pack
 
 CONTEXT = 517
 KINDS = (SWA, SWA, CSA, HCA, CSA, HCA, CSA, HCA)

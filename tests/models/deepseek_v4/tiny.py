@@ -53,7 +53,9 @@ SIZES: dict[str, Any] = {
 ALL_KINDS = (SWA, CSA, HCA, CSA, SWA)
 
 
-def oracle(kinds: tuple[str, ...] = ALL_KINDS, seed: int = 0, **overrides: Any) -> Any:
+def oracle(
+    kinds: tuple[str, ...] = ALL_KINDS, seed: int = 0, hca: int = 8, **overrides: Any
+) -> Any:
     """A tiny random model in which nothing is left at a neutral value."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
@@ -62,7 +64,7 @@ def oracle(kinds: tuple[str, ...] = ALL_KINDS, seed: int = 0, **overrides: Any) 
     config = DeepseekV4Config(
         layer_types=list(kinds),
         num_hidden_layers=len(kinds),
-        compress_rates={CSA: 4, HCA: 8},
+        compress_rates={CSA: 4, HCA: hca},
         **sizes,
     )
     config.tie_last_hidden_states = False
