@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, str] = {
     "types": "errors",
     "sampling": "errors types",
     "verify": "errors types sampling",
+    "deepseek_v4_chat": "errors",
     "tokenizer": "errors types",
     "schedule": "errors types",
     # machinery: models < drafters < engine < llm
