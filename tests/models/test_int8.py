@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.errors import ConfigError
-from dspark.models.int8 import Int8Decoder, PackedLinear, quantise
+from dspark.models.int8 import Int8Decoder, PackedLinear, quantise, quantise4
 from dspark.models.native import library
 from dspark.models.target import Segment, pack
 from dspark.models.weights import QuantBlocks
@@ -123,3 +123,28 @@ def test_a_size_the_kernels_cannot_take_is_refused() -> None:
     config, weights = source(oracle("llama", hidden_size=48, num_attention_heads=4, head_dim=16))
     with pytest.raises(ConfigError, match="hidden_size is 48"):
         Int8Decoder(config, weights, num_slots=1, max_context=16)
+
+
+@given(st.integers(0, 2**31 - 1), st.floats(1e-3, 100))
+def test_four_bits_are_within_half_a_step_or_less_squared_error(seed: int, size: float) -> None:
+    """Every block is at least as close as plain rounding over its whole range would be."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(3, 64, generator=g) * size
+    w[0, 3] *= 20  # an outlier
+    q = quantise4(w)
+    assert q.bits == 4 and q.minimum is not None and q.values.max() <= 15
+    blocks = w.numpy().reshape(3, 2, 32)
+    back = q.values.reshape(3, 2, 32) * q.scale[..., None] + q.minimum[..., None]
+    step = (blocks.max(-1) - blocks.min(-1)) / 15
+    plain = np.rint((blocks - blocks.min(-1, keepdims=True)) / step[..., None])
+    plain = plain * step[..., None] + blocks.min(-1, keepdims=True)
+    error, bound = ((back - blocks) ** 2).sum(-1), ((plain - blocks) ** 2).sum(-1)
+    assert (error <= bound * 1.05 + 1e-6 * size**2).all()
+    packed = PackedLinear(q)
+    np.testing.assert_allclose(packed.rows(torch.arange(3)).numpy().reshape(back.shape), back,
+                               rtol=1e-5, atol=1e-5 * size)  # fmt: skip
+
+
+def test_a_constant_block_of_four_bits() -> None:
+    w = torch.full((2, 32), 0.5)
+    assert torch.equal(PackedLinear(quantise4(w)).rows(torch.arange(2)), w)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.layers import DraftLayer, RMSNorm, Rotary, Span
-from dspark.models.int8 import Int8Decoder, PackedLinear, quantise, unsupported
+from dspark.models.int8 import Int8Decoder, unsupported
 from dspark.models.kernel_stack import KernelStack
 from dspark.models.native import library
 from dspark.models.target import Target
@@ -90,13 +90,13 @@ class ModuleStack:
 
 
 class KernelDraftStack:
-    """The same layers packed for the kernels; their weights are rounded to 8 bits."""
+    """The same layers packed for the kernels; their weights are rounded to the target's bits."""
 
     def __init__(
         self, config: DrafterConfig, target: Int8Decoder, layers: nn.ModuleList, rotary: Rotary
     ) -> None:
         self._kept: list[object] = []  # what the C structures point to
-        self._rotary = rotary
+        self._rotary, self._target = rotary, target
         self.lengths = [0] * target.num_slots
         packed = [self._pack(cast(DraftLayer, layer)) for layer in layers]
         # A block begins inside the context and may end behind it.
@@ -107,7 +107,7 @@ class KernelDraftStack:
     def _pack(self, layer: DraftLayer) -> library.Layer:
         def matrix(*linears: nn.Module) -> library.Linear:
             weight = torch.cat([cast(nn.Linear, part).weight.detach() for part in linears])
-            packed = PackedLinear(quantise(weight))
+            packed = self._target.pack(weight)
             self._kept.append(packed)
             return packed.struct
 
