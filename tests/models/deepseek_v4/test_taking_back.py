@@ -28,14 +28,14 @@ CASES = [(n, right) for n in range(1, 9) for right in range(n + 1)]
 """Every number of guesses with every number of them right: 44 sequences in one batch."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_rejects_after_every_prefix(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "kernels"), [*((k, True) for k in KINDS), ("all", False)])
+def test_any_rejects_after_every_prefix(kind: str, kernels: bool) -> None:
     """At each prefix length, every case verifies its guesses, accepts its own number of them and
     goes on with a block of one to nine tokens; the logits are those of never having guessed."""
     model = oracle(KINDS[kind])
     ids = tokens(LONGEST + 20)
     wanted = expected(model, ids)
-    ours = target(model, num_slots=len(CASES), max_block=20, max_context=128)
+    ours = target(model, num_slots=len(CASES), max_block=20, max_context=128, kernels=kernels)
     slots = range(len(CASES))
     junk = tokens(8, seed=5)
     ours.forward(pack([Segment(s, 0, ids[:1], 0) for s in slots]))

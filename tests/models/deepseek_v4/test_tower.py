@@ -53,11 +53,16 @@ class Pair:
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(params=MODELS, scope="module")
+PATHS = [*((name, True) for name in MODELS), *((name, False) for name in list(MODELS)[:2])]
+
+
+@pytest.fixture(params=PATHS, ids=lambda p: p[0] + ("" if p[1] else ", torch"), scope="module")
 def pair(request: pytest.FixtureRequest) -> Pair:
-    model = oracle(**MODELS[request.param])
+    """On the kernels between products, and on PyTorch's operations alone."""
+    name, kernels = request.param
+    model = oracle(**MODELS[name])
     ids = tokens(LENGTH)
-    return Pair(target(model), ids, expected(model, ids))
+    return Pair(target(model, kernels=kernels), ids, expected(model, ids))
 
 
 def test_full_pass(pair: Pair) -> None:
@@ -150,6 +155,29 @@ def test_int8_products_follow_fp32() -> None:
     got = torch.cat([run(ours, ids[:40]), *(run(ours, ids[i : i + 1], i) for i in range(40, 60))])
     near = torch.cosine_similarity(got, expected(model, ids), -1)
     assert near.median() > 0.99 and near.mean() > 0.9
+
+
+def test_int8_rows_are_equal_to_the_bit() -> None:
+    """Whatever shares the pass: one by one, in blocks, beside others; and so is every feature."""
+    model = oracle(sliding_window=16)
+    ids = tokens(130)
+    ours = target(model, dtype=torch.int8)
+    layers = (1, 4, ours.streams_layer)
+    whole = ours.forward(pack([Segment(0, 0, ids, 130)]), layers)
+    rows = [ours.forward(pack([Segment(1, i, ids[i : i + 1], 1)]), layers) for i in range(130)]
+    assert whole.features is not None
+    for i, row in enumerate(rows):
+        assert row.features is not None
+        assert torch.equal(row.logits[0], whole.logits[i])
+        assert torch.equal(row.features[0], whole.features[i])
+    for at in range(100, 110):
+        run(ours, tokens(200, seed=at), 0, slot=2)
+        segments = [
+            Segment(2, 150, tokens(9, seed=at), 9),
+            Segment(1, at, ids[at : at + 7], 7),
+            Segment(3, 0, tokens(at, seed=1), 1),
+        ]
+        assert torch.equal(ours.forward(pack(segments)).logits[9:16], whole.logits[at : at + 7])
 
 
 def test_only_the_rows_asked_for_get_logits(pair: Pair) -> None:

@@ -128,9 +128,11 @@ def target(
     num_slots: int = 4,
     max_context: int = 512,
     max_block: int = 64,
+    kernels: bool = True,
 ) -> DeepseekV4:
+    """Ours with the oracle's weights; without `kernels` all on PyTorch's operations."""
     config, weights = source(model)
-    return DeepseekV4(
+    ours = DeepseekV4(
         config,
         weights,
         dtype=dtype,
@@ -139,6 +141,9 @@ def target(
         device=torch.device("cpu"),
         max_block=max_block,
     )
+    if not kernels:
+        ours.maths.kernels = None
+    return ours
 
 
 def tokens(n: int, seed: int = 0) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, ResourceError
+from dspark.models.deepseek_v4 import kernels
 from dspark.models.int8 import PackedLinear, quantise
 from dspark.models.target import Linear
 from dspark.models.weights import BLOCK, WeightSource
@@ -27,15 +28,52 @@ from dspark.models.weights import BLOCK, WeightSource
 class Arithmetic:
     """Weights of one checkpoint in one dtype on one device."""
 
-    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, weights: WeightSource, dtype: torch.dtype, device: torch.device, norm_eps: float
+    ) -> None:
         if dtype not in (torch.float32, torch.bfloat16, torch.int8):
             raise ConfigError(f"DeepSeek-V4 runs in float32, bfloat16 or int8, not in {dtype}")
         if dtype == torch.int8 and device.type != "cpu":
             raise ConfigError("dtype int8 runs on a CPU only: take bf16 or device cpu")
-        self.weights, self.device = weights, device
+        self.weights, self.device, self.norm_eps = weights, device, norm_eps
         self.integer = dtype == torch.int8
         self.dtype = torch.float32 if self.integer else dtype
         """Of activations at the door of a product, and of the attention tables."""
+        self.kernels: kernels.Kernels | None = None
+        if device.type == "cpu":
+            try:
+                self.kernels = kernels.load()
+            except ResourceError:
+                if self.integer:
+                    raise
+
+    def native(self, rows: int) -> kernels.Kernels | None:
+        """The kernels of `glue.c` where they are the better way: always on the integer path, whose
+        rows must not depend on their number, and for few rows otherwise."""
+        return self.kernels if self.integer or rows <= kernels.FEW else None
+
+    def norm_rotate(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        turns: Tensor | None,
+        heads: int = 1,
+        *,
+        norm: bool = True,
+    ) -> Tensor:
+        """Each of `heads` vectors of a row normed, then its last dimensions rotated by the row's
+        turns: [N, heads * dim] -> [N, heads * dim] fp32, a new tensor."""
+        n = len(x)
+        native = self.native(n)
+        if native is not None:
+            return native.norm_rotate(
+                x.float(), heads, weight, self.norm_eps if norm else -1, turns
+            )
+        y = x.float().reshape(n, heads, -1)
+        y = rms_norm(y, weight, self.norm_eps) if norm else y.clone()
+        if turns is not None:
+            rotate_(y, turns[:, None])
+        return y.view(n, -1)
 
     def vector(self, name: str) -> Tensor:
         """A small tensor in fp32: norms, biases, gates."""

@@ -22,9 +22,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark.models.deepseek_v4.arithmetic import Arithmetic, rms_norm, rotate_
+from dspark.models.deepseek_v4.arithmetic import Arithmetic, rotate_
 from dspark.models.deepseek_v4.compressor import Compressor, Part
 from dspark.models.deepseek_v4.config import V4Config
+from dspark.models.deepseek_v4.kernels import Attend, Kernels
 from dspark.models.deepseek_v4.passes import Group, Keys, Layout, Pass
 
 
@@ -35,7 +36,7 @@ class Attention:
         self, config: V4Config, maths: Arithmetic, layout: Layout, prefix: str, ratio: int
     ) -> None:
         c = config
-        self.config, self.ratio, self.eps, self.dtype = c, ratio, c.norm_eps, maths.dtype
+        self.config, self._maths, self.ratio, self.dtype = c, maths, ratio, maths.dtype
         self.compressor = Compressor(c, maths, layout, prefix, ratio) if ratio else None
         self.indexer: Indexer | None = None
         inputs: list[Part] = [prefix + "wq_a.weight", prefix + "wkv.weight"]
@@ -62,18 +63,27 @@ class Attention:
         """x [N, D] fp32 -> [N, D]; writes the rows' state."""
         c, turns = self.config, p.turns(self.ratio)
         rank, kv_NE, *rest = torch.split(self.w_in(x_ND), self._sizes, -1)
-        rank = rms_norm(rank, self.q_norm, self.eps)
-        q_NHE = self.wq_b(rank).view(-1, c.num_heads, c.head_dim)
-        q_NHE = rotate_(rms_norm(q_NHE, self.scale_E, self.eps), turns[:, None]).to(self.dtype)
-        kv_NE = rotate_(rms_norm(kv_NE, self.kv_norm, self.eps), turns)
+        norm = self._maths.norm_rotate
+        rank = norm(rank, self.q_norm, None)
+        q_NHE = norm(self.wq_b(rank), self.scale_E, turns, c.num_heads)
+        kv_NE = norm(kv_NE, self.kv_norm, turns)
         self.keys.index_copy_(0, p.key_rows(self.ratio), kv_NE.to(self.dtype))
         if self.compressor is not None:
             self.compressor(rest[0], self.keys, p)
-        out = []
+        choose = self.indexer is not None and p.entries(self.ratio) > c.index_topk
+        native = self._maths.native(len(x_ND)) if self.dtype == torch.float32 else None
+        if native is not None:
+            rows, chosen = p.attend(self.ratio), None
+            if self.indexer is not None and choose:
+                chosen = self.indexer.choose(native, rows, rank, rest[1], p)
+            attended = native.attend(rows, q_NHE, self.keys, self.sink_H, turns, chosen)
+            return self.wo_b(self.wo_a(attended))
+        q_NHE = q_NHE.to(self.dtype).view(-1, c.num_heads, c.head_dim)
+        out: list[Tensor] = []
         for g in p.groups:
             keys = g.keys(self.ratio)
             mask = keys.mask
-            if self.indexer is not None and keys.index_rows is not None:
+            if self.indexer is not None and keys.hidden is not None:
                 mask = self.indexer.mask(rank, rest[1], turns, g, keys)
             out.append(self._attend(q_NHE, g, keys, mask))
         out_NHE = out[0] if p.order is None else torch.cat(out).index_select(0, p.order)
@@ -102,18 +112,26 @@ class Indexer:
     ) -> None:
         self.heads, self.dim, self.topk = config.index_heads, config.index_dim, config.index_topk
         self.wq_b = maths.linear(prefix + "wq_b.weight")
-        self.compressor = compressor
+        self.compressor, self._maths = compressor, maths
+
+    def choose(self, native: Kernels, rows: Attend, rank: Tensor, w_NI: Tensor, p: Pass) -> Tensor:
+        """[N, T]: which entries each row reads; those that are not closed for it do not matter."""
+        ratio = self.compressor.ratio
+        turns, entries = p.turns(ratio), p.layout.entries(ratio)
+        q = self._maths.norm_rotate(self.wq_b(rank), None, turns, self.heads, norm=False)
+        keys = self.compressor.index_keys
+        scores = native.index(rows, self.heads, entries, q, w_NI, keys, p.entries(ratio))
+        return best(scores, self.topk)
 
     def mask(self, rank: Tensor, w_NI: Tensor, turns: Tensor, g: Group, keys: Keys) -> Tensor:
         """The group's mask with the entries that were not chosen hidden, too: [S, L, 1, K]."""
-        assert keys.mask is not None or keys.hidden is not None
         if g.rows is not None:
             rank, w_NI, turns = (x.index_select(0, g.rows) for x in (rank, w_NI, turns))
         s, t = g.num_sequences, keys.entries
-        q = rotate_(self.wq_b(rank).float().view(-1, self.heads, self.dim), turns[:, None])
+        q = self._maths.norm_rotate(self.wq_b(rank), None, turns, self.heads, norm=False)
         assert keys.index_rows is not None and keys.hidden is not None
         index = self.compressor.index_keys.index_select(0, keys.index_rows).view(s, t, -1).float()
-        each = torch.bmm(q.reshape(s, -1, self.dim), index.transpose(1, 2)).relu_()
+        each = torch.bmm(q.view(s, -1, self.dim), index.transpose(1, 2)).relu_()
         w = w_NI.float()[:, None] * (self.dim * self.heads) ** -0.5
         scores_SLT = torch.bmm(w, each.view(-1, self.heads, t)).view(s, g.length, t)
         chosen = best(scores_SLT.masked_fill_(keys.hidden, -torch.inf), self.topk)

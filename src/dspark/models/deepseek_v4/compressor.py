@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark.models.deepseek_v4.arithmetic import Arithmetic, rms_norm, rotate_
+from dspark.models.deepseek_v4.arithmetic import Arithmetic
 from dspark.models.deepseek_v4.config import CSA_RATIO, V4Config, span
-from dspark.models.deepseek_v4.passes import Layout, Pass
+from dspark.models.deepseek_v4.passes import Closing, Layout, Pass
 
 Part = str | tuple[str, int, int]
 
@@ -33,7 +33,7 @@ class Compressor:
     def __init__(
         self, config: V4Config, maths: Arithmetic, layout: Layout, prefix: str, ratio: int
     ) -> None:
-        self.ratio, self.eps, self.dtype = ratio, config.norm_eps, maths.dtype
+        self._maths, self.ratio = maths, ratio
         self.head_dim = config.head_dim
         self.series = span(ratio) // ratio
         # An indexer that can never be asked to choose needs no keys.
@@ -70,13 +70,18 @@ class Compressor:
         if c is None:
             return
         table = self.inputs.view(-1, self.input_size // self.series)
+        kernels = self._maths.native(len(inputs))
+        if kernels is not None:
+            self._write(keys, c, kernels.pool(table, c.inputs, self.bias))
+            return
         pool = table.index_select(0, c.inputs).view(-1, span(self.ratio), table.shape[1])
         value_CSW, gate_CSW = pool.chunk(2, -1)
         entry_CW = ((gate_CSW + self.bias).softmax(1) * value_CSW).sum(1)
-        self._write(keys, c.key_rows, entry_CW[:, : self.head_dim], self.norms[0], c.turns)
-        if self.indexed:
-            index_CJ = entry_CW[:, self.head_dim :]
-            self._write(self.index_keys, c.index_rows, index_CJ, self.norms[1], c.turns)
+        self._write(keys, c, entry_CW)
 
-    def _write(self, table: Tensor, rows: Tensor, x: Tensor, norm: Tensor, turns: Tensor) -> None:
-        table.index_copy_(0, rows, rotate_(rms_norm(x, norm, self.eps), turns).to(table.dtype))
+    def _write(self, keys: Tensor, c: Closing, entry_CW: Tensor) -> None:
+        entry = self._maths.norm_rotate(entry_CW[:, : self.head_dim], self.norms[0], c.turns)
+        keys.index_copy_(0, c.key_rows, entry.to(keys.dtype))
+        if self.indexed:
+            entry = self._maths.norm_rotate(entry_CW[:, self.head_dim :], self.norms[1], c.turns)
+            self.index_keys.index_copy_(0, c.index_rows, entry.to(keys.dtype))

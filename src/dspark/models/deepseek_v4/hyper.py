@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dspark.models.deepseek_v4.arithmetic import Arithmetic, rms_norm
 from dspark.models.deepseek_v4.config import V4Config
+from dspark.models.deepseek_v4.kernels import Hyper
 
 
 def expand(x_ND: Tensor, streams: int) -> Tensor:
@@ -47,9 +48,17 @@ class HyperConnection:
         self._row_sums = torch.kron(eye, one)  # entry (j, k) receives the sum of row j
         self._column_sums = torch.kron(one, eye)
         self._eps = torch.full((s * s,), config.hc_eps, device=maths.device)
+        self._maths = maths
+        self._struct = Hyper(
+            *(x.data_ptr() for x in (self.fn_M_SD, self.base_M, self.scale_M, self.norm_D)),
+            s, config.hidden_size, self.rounds, self.eps, self.norm_eps,
+        )  # fmt: skip
 
     def enter(self, x_NSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The normed input of the sublayer [N, D], and post [N, S] and comb [N, S, S]."""
+        kernels = self._maths.native(len(x_NSD))
+        if kernels is not None:
+            return kernels.enter(self._struct, x_NSD)
         s = self.streams
         mix_NM = F.linear(rms_norm(x_NSD.flatten(1), None, self.norm_eps), self.fn_M_SD)
         mix_NM = torch.addcmul(self.base_M, mix_NM, self.scale_M)
@@ -64,9 +73,11 @@ class HyperConnection:
         post_NS = 2 * gates_N2S[:, s:]
         return rms_norm(x_ND, self.norm_D, self.norm_eps), post_NS, comb.view(-1, s, s)
 
-    @staticmethod
-    def leave(x_NSD: Tensor, y_ND: Tensor, post_NS: Tensor, comb_NSS: Tensor) -> Tensor:
+    def leave(self, x_NSD: Tensor, y_ND: Tensor, post_NS: Tensor, comb_NSS: Tensor) -> Tensor:
         """The streams behind the sublayer whose output is y [N, D]."""
+        kernels = self._maths.native(len(x_NSD))
+        if kernels is not None:
+            return kernels.leave(x_NSD, y_ND.float(), post_NS, comb_NSS)
         written = post_NS[:, :, None] * y_ND.float()[:, None]
         return torch.baddbmm(written, comb_NSS.transpose(1, 2), x_NSD)
 
@@ -78,14 +89,23 @@ class HyperHead:
         self.eps, self.norm_eps = config.hc_eps, config.norm_eps
         self.fn_S_SD = maths.vector(prefix + "hc_head_fn")
         self.base_S = maths.vector(prefix + "hc_head_base")
-        self.scale_1 = maths.vector(prefix + "hc_head_scale")
+        self.scale_S = maths.vector(prefix + "hc_head_scale").repeat(config.streams)
         self.norm_D = maths.vector(prefix + "norm.weight")
+        self._maths = maths
+        self._struct = Hyper(
+            *(x.data_ptr() for x in (self.fn_S_SD, self.base_S, self.scale_S, self.norm_D)),
+            config.streams, config.hidden_size, 0, self.eps, self.norm_eps,
+        )  # fmt: skip
 
     def collapse(self, x_NSD: Tensor) -> Tensor:
         """[N, D], before the norm."""
+        kernels = self._maths.native(len(x_NSD))
+        if kernels is not None:
+            return kernels.enter(self._struct, x_NSD, raw=True)[0]
         mix_NS = F.linear(rms_norm(x_NSD.flatten(1), None, self.norm_eps), self.fn_S_SD)
-        gate_NS = torch.addcmul(self.base_S, mix_NS, self.scale_1).sigmoid() + self.eps
+        gate_NS = torch.addcmul(self.base_S, mix_NS, self.scale_S).sigmoid() + self.eps
         return torch.bmm(gate_NS[:, None], x_NSD)[:, 0]
 
     def norm(self, x_ND: Tensor) -> Tensor:
-        return rms_norm(x_ND, self.norm_D, self.norm_eps)
+        """Before the output matrix."""
+        return self._maths.norm_rotate(x_ND, self.norm_D, None)

@@ -89,7 +89,7 @@ class DeepseekV4:
         """The feature layer that yields all residual streams; see `forward`."""
         self.num_slots, self.max_context = num_slots, max_context
         self.device = device
-        self.maths = Arithmetic(weights, dtype, device)
+        self.maths = Arithmetic(weights, dtype, device, config.norm_eps)
         self.layout = Layout(config.window, num_slots, max_context, max_block)
         self.rotations = Rotations(config, max_context, device)
         self.embed_VD = self.maths.matrix("embed.weight")
@@ -155,6 +155,8 @@ class DeepseekV4:
         return x_NSD, torch.cat(chosen, -1) if chosen else None
 
     def _logits(self, x_MSD: Tensor) -> Tensor:
+        if not len(x_MSD):  # the chunk of a prompt that does not end it
+            return torch.zeros(0, self.vocab_size, device=self.device)
         return self.head(self.collapse.norm(self.collapse.collapse(x_MSD))).float()
 
     def _claim(self, batch: Batch, lengths: list[int]) -> None:

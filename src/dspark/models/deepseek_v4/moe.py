@@ -10,9 +10,8 @@ Shape suffixes: N tokens, D hidden size, K experts a token, P = N * K pairs, I i
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +26,7 @@ class MoE:
     def __init__(self, config: V4Config, maths: Arithmetic, prefix: str, *, hashed: bool) -> None:
         self.top_k, self.scale = config.experts_per_token, config.routed_scale
         self.limit, self.device = config.swiglu_limit, maths.device
+        self._maths = maths
         self.gate = maths.vector(prefix + "gate.weight")
         self.table: Tensor | None = None
         self.bias: Tensor | None = None
@@ -45,6 +45,10 @@ class MoE:
 
     def route(self, x_ND: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
         """Which experts a token visits [N, K], and with what weight [N, K]."""
+        kernels = self._maths.native(len(x_ND))
+        if kernels is not None:
+            ids = None if self.table is None else self.table.index_select(0, tokens_N)
+            return kernels.route(x_ND, self.gate, self.bias, ids, self.top_k, self.scale)
         scores = F.softplus(F.linear(x_ND, self.gate)).sqrt_()
         if self.table is not None:
             ids_NK = self.table[tokens_N]
@@ -56,19 +60,27 @@ class MoE:
 
     def __call__(self, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
         """x [N, D] fp32 -> [N, D] fp32."""
-        n = len(x_ND)
         ids_NK, w_NK = self.route(x_ND, tokens_N)
-        flat_P = ids_NK.flatten().cpu().numpy()
-        order_P = np.argsort(flat_P, kind="stable")
-        sorted_P = flat_P[order_P]
-        edges = [0, *(np.flatnonzero(np.diff(sorted_P)) + 1).tolist(), len(sorted_P)]
-        hit = [(int(sorted_P[a]), a, b) for a, b in pairwise(edges)]
-        order = torch.from_numpy(order_P).to(self.device)
-        rows_P = order // self.top_k
-        x_PD = x_ND[rows_P]
-        wide = [self.shared_in(x_ND), *(self.inner[e](x_PD[a:b]) for e, a, b in hit)]
-        gate, up = torch.cat(wide).float().clamp_(max=self.limit).chunk(2, -1)
-        h = F.silu(gate).mul_(up.clamp(min=-self.limit))
-        h[n:].mul_(w_NK.flatten()[order, None])
-        routed = torch.cat([self.outer[e](h[n + a : n + b]) for e, a, b in hit]).float()
-        return self.shared_out(h[:n]).float().index_add_(0, rows_P, routed)
+        pairs: dict[int, list[int]] = {}
+        for pair, expert in enumerate(ids_NK.flatten().tolist()):
+            pairs.setdefault(expert, []).append(pair)
+        hit = sorted(pairs)
+        ends = list(accumulate(len(pairs[e]) for e in hit))
+        spans = list(zip(hit, [0, *ends], ends, strict=False))
+        order_P = torch.tensor([p for e in hit for p in pairs[e]], device=self.device)
+        rows_P = order_P // self.top_k
+        x_PD = x_ND.index_select(0, rows_P)
+        wide = torch.cat([self.inner[e](x_PD[a:b]) for e, a, b in spans])
+        h_PI = self.gated(wide, w_NK.view(-1).index_select(0, order_P))
+        routed = torch.cat([self.outer[e](h_PI[a:b]) for e, a, b in spans]).float()
+        out_ND = self.shared_out(self.gated(self.shared_in(x_ND), None)).float()
+        return out_ND.index_add_(0, rows_P, routed)
+
+    def gated(self, wide: Tensor, weights: Tensor | None) -> Tensor:
+        """The SwiGLU of V4, whose inputs are clipped, weighted: [.., 2 * I] -> [.., I] fp32."""
+        kernels = self._maths.native(len(wide))
+        if kernels is not None:
+            return kernels.swiglu(wide.float(), self.limit, weights)
+        gate, up = wide.float().chunk(2, -1)
+        h = F.silu(gate.clamp(max=self.limit)).mul_(up.clamp(-self.limit, self.limit))
+        return h if weights is None else h.mul_(weights[:, None])

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from dspark.models.deepseek_v4.config import CSA_RATIO, V4Config, span
+from dspark.models.deepseek_v4.kernels import Attend
 from dspark.models.rope import inverse_frequencies
 from dspark.models.target import Batch
 
@@ -177,7 +178,8 @@ class Pass:
     ) -> None:
         self.config, self.layout, self._rotations = config, layout, rotations
         self._device = batch.tokens.device
-        self.tokens, self._positions_N = batch.tokens, batch.positions
+        self.tokens = batch.tokens
+        self._positions_N, self._slots_N = batch.positions.contiguous(), batch.slots.contiguous()
         self._positions = batch.positions.cpu().numpy()
         self._slots = batch.slots.cpu().numpy()
         offsets = np.array(batch.cu_lens)
@@ -187,10 +189,26 @@ class Pass:
         self._turns: dict[bool, Tensor] = {}
         self._rows: dict[tuple[str, int], Tensor] = {}
         self._closing: dict[int, Closing | None] = {}
-        self.groups, self.order = self._stack()
+        self._attend: dict[int, Attend] = {}
+        self._stacked: tuple[list[Group], Tensor | None] | None = None
 
     def tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+    def entries(self, ratio: int) -> int:
+        """Compressed entries that the longest sequence has behind this pass."""
+        return int((self.starts + self.lengths).max()) // ratio if ratio else 0
+
+    def attend(self, ratio: int) -> Attend:
+        """The same addresses for `Kernels.attend`, which needs no lists of rows."""
+        if ratio not in self._attend:
+            c, layout = self.config, self.layout
+            self._attend[ratio] = Attend(
+                self._slots_N.data_ptr(), self._positions_N.data_ptr(), len(self._positions),
+                c.num_heads, c.head_dim, c.window, layout.ring, layout.stride(ratio), ratio,
+                c.rope_dim // 2,
+            )  # fmt: skip
+        return self._attend[ratio]
 
     def turns(self, ratio: int) -> Tensor:
         """[N, R / 2]: the rotation of every row."""
@@ -244,7 +262,21 @@ class Pass:
             self.tensor(slot_C * layout.entries(ratio) + entry_C),
         )
 
+    @property
+    def groups(self) -> list[Group]:
+        return self._stack()[0]
+
+    @property
+    def order(self) -> Tensor | None:
+        """For each row of the pass its place among the groups' rows; None: the same."""
+        return self._stack()[1]
+
     def _stack(self) -> tuple[list[Group], Tensor | None]:
+        if self._stacked is None:
+            self._stacked = self._find_groups()
+        return self._stacked
+
+    def _find_groups(self) -> tuple[list[Group], Tensor | None]:
         """The groups, and for each row of the pass its place among their rows (None: the same)."""
         lengths = self.lengths.tolist()
         short = [i for i, n in enumerate(lengths) if n <= STACKED]

@@ -1,0 +1,281 @@
+/* What lies between the products of a DeepSeek-V4 pass, each in one call.
+ *
+ * Why.  A small V4 spends its time on starting operations: twenty Sinkhorn rounds on sixteen numbers
+ * are over a hundred of them. Here a mixing of streams, a norm with its rotation, or attention over a
+ * window, entries and a sink is one call.
+ *
+ * Every row is computed by the same operations in the same order whatever shares the call, and threads
+ * split rows and heads, never a sum: so with row-exact products the whole pass is row-exact.
+ *
+ * All numbers are fp32; rows are contiguous unless a stride is given.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define STREAMS_MAX 8
+typedef float v8 __attribute__((vector_size(32)));
+
+static inline v8 load8(const float *p) {
+    v8 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static float dot(const float *a, const float *b, int64_t n) {
+    v8 s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        s0 += load8(a + i) * load8(b + i);
+        s1 += load8(a + i + 8) * load8(b + i + 8);
+        s2 += load8(a + i + 16) * load8(b + i + 16);
+        s3 += load8(a + i + 24) * load8(b + i + 24);
+    }
+    for (; i + 8 <= n; i += 8) s0 += load8(a + i) * load8(b + i);
+    const v8 s = (s0 + s1) + (s2 + s3);
+    float total = ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]));
+    for (; i < n; i++) total += a[i] * b[i];
+    return total;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+static inline float inverse_rms(const float *x, int64_t n, float eps) {
+    return 1.0f / sqrtf(dot(x, x, n) / (float)n + eps);
+}
+
+/* ---- residual streams ------------------------------------------------------------------------- */
+
+typedef struct {
+    const float *fn, *base, *scale; /* [mixes, streams * hidden], [mixes], [mixes] */
+    const float *norm;              /* [hidden] */
+    int32_t streams, hidden, rounds; /* rounds 0: gates only, as at the end of a tower */
+    float eps, norm_eps;
+} Hyper;
+
+static void sinkhorn(float *c, int32_t s, int32_t rounds, float eps) {
+    for (int32_t j = 0; j < s; j++) {
+        float top = c[j * s], sum = 0;
+        for (int32_t k = 1; k < s; k++) top = fmaxf(top, c[j * s + k]);
+        for (int32_t k = 0; k < s; k++) sum += c[j * s + k] = expf(c[j * s + k] - top);
+        for (int32_t k = 0; k < s; k++) c[j * s + k] = c[j * s + k] / sum + eps;
+    }
+    for (int32_t r = 0; r < rounds; r++) {
+        for (int32_t j = 0; r && j < s; j++) {
+            float sum = 0;
+            for (int32_t k = 0; k < s; k++) sum += c[j * s + k];
+            const float inverse = 1.0f / (sum + eps);
+            for (int32_t k = 0; k < s; k++) c[j * s + k] *= inverse;
+        }
+        float sum[STREAMS_MAX] = {0};
+        for (int32_t j = 0; j < s; j++)
+            for (int32_t k = 0; k < s; k++) sum[k] += c[j * s + k];
+        for (int32_t k = 0; k < s; k++) sum[k] = 1.0f / (sum[k] + eps);
+        for (int32_t j = 0; j < s; j++)
+            for (int32_t k = 0; k < s; k++) c[j * s + k] *= sum[k];
+    }
+}
+
+static float mix(const Hyper *h, const float *x, int64_t j, float inverse) {
+    const int64_t n = (int64_t)h->streams * h->hidden;
+    return dot(h->fn + j * n, x, n) * inverse * h->scale[j] + h->base[j];
+}
+
+/* The sublayer's input `y` [n, hidden] (normed unless `raw`), and post [n, streams], comb [n, s, s]. */
+void v4_enter(const Hyper *h, const float *x, int64_t n, float *y, float *post, float *comb,
+              int32_t raw, int32_t threads) {
+    const int64_t s = h->streams, d = h->hidden;
+#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
+    for (int64_t r = 0; r < n; r++) {
+        const float *xr = x + r * s * d;
+        float *yr = y + r * d, gate[STREAMS_MAX];
+        const float inverse = inverse_rms(xr, s * d, h->norm_eps);
+        for (int64_t j = 0; j < s; j++)
+            gate[j] = sigmoid(mix(h, xr, j, inverse)) + h->eps;
+        if (h->rounds) {
+            for (int64_t j = 0; j < s; j++) post[r * s + j] = 2 * sigmoid(mix(h, xr, s + j, inverse));
+            for (int64_t j = 0; j < s * s; j++) comb[r * s * s + j] = mix(h, xr, 2 * s + j, inverse);
+            sinkhorn(comb + r * s * s, h->streams, h->rounds, h->eps);
+        }
+        for (int64_t i = 0; i < d; i++) yr[i] = gate[0] * xr[i];
+        for (int64_t j = 1; j < s; j++)
+            for (int64_t i = 0; i < d; i++) yr[i] += gate[j] * xr[j * d + i];
+        if (raw) continue;
+        const float scale = inverse_rms(yr, d, h->norm_eps);
+        for (int64_t i = 0; i < d; i++) yr[i] = yr[i] * scale * h->norm[i];
+    }
+}
+
+void v4_leave(const float *x, const float *y, const float *post, const float *comb, int64_t n, int64_t s,
+              int64_t d, float *out, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t k = 0; k < s; k++) {
+            float *o = out + (r * s + k) * d;
+            for (int64_t i = 0; i < d; i++) o[i] = post[r * s + k] * y[r * d + i];
+            for (int64_t j = 0; j < s; j++) {
+                const float c = comb[(r * s + j) * s + k], *xj = x + (r * s + j) * d;
+                for (int64_t i = 0; i < d; i++) o[i] += c * xj[i];
+            }
+        }
+}
+
+/* ---- norms and rotations ---------------------------------------------------------------------- */
+
+static void rotate(float *x, const float *turns, int64_t pairs, float sign) {
+    for (int64_t i = 0; i < pairs; i++) {
+        const float re = x[2 * i], im = x[2 * i + 1], c = turns[2 * i], s = sign * turns[2 * i + 1];
+        x[2 * i] = re * c - im * s;
+        x[2 * i + 1] = re * s + im * c;
+    }
+}
+
+/* Rows of `heads` vectors of `dim`: normed if eps >= 0 (weight may be NULL), then the last 2 * pairs
+ * numbers of each vector rotated by the row's turns. */
+void v4_norm_rotate(const float *x, int64_t stride, int64_t n, int64_t heads, int64_t dim,
+                    const float *weight, float eps, const float *turns, int64_t pairs, float *y,
+                    int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            const float *from = x + r * stride + h * dim;
+            float *to = y + (r * heads + h) * dim;
+            const float scale = eps >= 0 ? inverse_rms(from, dim, eps) : 1.0f;
+            if (weight)
+                for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale * weight[i];
+            else
+                for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale;
+            rotate(to + dim - 2 * pairs, turns + r * 2 * pairs, pairs, 1);
+        }
+}
+
+/* ---- attention -------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int64_t *slot, *position; /* [n] */
+    int64_t n, heads, dim, window, ring, stride, ratio, pairs;
+    const uint8_t *chosen;          /* [n, entries] or NULL: all that are closed */
+    int64_t entries;
+} Attend;
+
+/* Window, closed (and chosen) entries and the sink, then the rotation back. q is scaled already. */
+void v4_attend(const Attend *a, const float *q, const float *keys, const float *sink, const float *turns,
+               float *out, int32_t threads) {
+    const int64_t dim = a->dim;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int64_t room = 0;
+        float *score = NULL;
+        const float **key = NULL;
+#pragma omp for collapse(2)
+        for (int64_t r = 0; r < a->n; r++)
+            for (int64_t h = 0; h < a->heads; h++) {
+                const int64_t p = a->position[r], closed = a->ratio ? (p + 1) / a->ratio : 0;
+                const int64_t first = p + 1 > a->window ? p + 1 - a->window : 0;
+                const float *slot = keys + a->slot[r] * a->stride * dim, *qh = q + (r * a->heads + h) * dim;
+                if (p + 1 - first + closed > room) {
+                    room = p + 65 - first + closed;
+                    score = realloc(score, room * sizeof *score);
+                    key = realloc(key, room * sizeof *key);
+                }
+                int64_t count = 0;
+                for (int64_t i = first; i <= p; i++) key[count++] = slot + i % a->ring * dim;
+                for (int64_t j = 0; j < closed; j++)
+                    if (!a->chosen || a->chosen[r * a->entries + j])
+                        key[count++] = slot + (a->ring + j) * dim;
+                float top = sink[h], *o = out + (r * a->heads + h) * dim;
+                for (int64_t i = 0; i < count; i++) top = fmaxf(top, score[i] = dot(qh, key[i], dim));
+                float sum = expf(sink[h] - top);
+                for (int64_t i = 0; i < count; i++) sum += score[i] = expf(score[i] - top);
+                memset(o, 0, dim * sizeof *o);
+                for (int64_t i = 0; i < count; i++)
+                    for (int64_t e = 0; e < dim; e++) o[e] += score[i] * key[i][e];
+                for (int64_t e = 0; e < dim; e++) o[e] /= sum;
+                rotate(o + dim - 2 * a->pairs, turns + r * 2 * a->pairs, a->pairs, -1);
+            }
+        free(score);
+        free(key);
+    }
+}
+
+/* Scores of the indexer [n, entries]: sum over heads of w * relu(q . k); minus infinity where the
+ * entry is not closed for the row. keys: [slots, entries of a slot, dim]. */
+void v4_index(const int64_t *slot, const int64_t *position, int64_t n, int64_t heads, int64_t dim,
+              int64_t ratio, int64_t slot_entries, const float *q, const float *w, int64_t w_stride,
+              float scale, const float *keys, int64_t entries, float *out, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t t = 0; t < entries; t++) {
+            float sum = 0;
+            if (t >= (position[r] + 1) / ratio) {
+                out[r * entries + t] = -INFINITY;
+                continue;
+            }
+            const float *key = keys + (slot[r] * slot_entries + t) * dim;
+            for (int64_t h = 0; h < heads; h++) {
+                const float s = dot(q + (r * heads + h) * dim, key, dim);
+                if (s > 0) sum += w[r * w_stride + h] * scale * s;
+            }
+            out[r * entries + t] = sum;
+        }
+}
+
+/* Entries pooled channel by channel: inputs [.., 2 * width] (values, gates), rows [n, span]. */
+void v4_pool(const float *inputs, const int64_t *rows, int64_t n, int64_t span, int64_t width,
+             const float *bias, float *out, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t c = 0; c < width; c++) {
+            float top = -INFINITY, sum = 0, total = 0;
+            for (int64_t i = 0; i < span; i++)
+                top = fmaxf(top, inputs[rows[r * span + i] * 2 * width + width + c] + bias[i * width + c]);
+            for (int64_t i = 0; i < span; i++) {
+                const float *in = inputs + rows[r * span + i] * 2 * width;
+                const float weight = expf(in[width + c] + bias[i * width + c] - top);
+                sum += weight;
+                total += weight * in[c];
+            }
+            out[r * width + c] = total / sum;
+        }
+}
+
+/* ---- experts ---------------------------------------------------------------------------------- */
+
+/* Which `k` experts a row visits, and with what weight. chosen: [n, k] from a table, or NULL: the best
+ * by score + bias, of equal ones the first. */
+void v4_route(const float *x, int64_t n, int64_t d, const float *gate, int64_t experts, const float *bias,
+              const int64_t *chosen, int64_t k, float scale, int64_t *ids, float *weights) {
+    float score[experts], rank[experts];
+    for (int64_t r = 0; r < n; r++) {
+        for (int64_t e = 0; e < experts; e++) {
+            const float z = dot(gate + e * d, x + r * d, d);
+            score[e] = sqrtf(z > 20 ? z : log1pf(expf(z)));
+            rank[e] = bias ? score[e] + bias[e] : 0;
+        }
+        float sum = 0;
+        for (int64_t i = 0; i < k; i++) {
+            int64_t best = 0;
+            if (chosen)
+                best = chosen[r * k + i];
+            else
+                for (int64_t e = 1; e < experts; e++)
+                    if (rank[e] > rank[best]) best = e;
+            rank[best] = -INFINITY;
+            ids[r * k + i] = best;
+            sum += weights[r * k + i] = score[best];
+        }
+        for (int64_t i = 0; i < k; i++) weights[r * k + i] *= scale / (sum + 1e-20f);
+    }
+}
+
+/* silu(min(gate, limit)) * clamp(up, limit), from [n, 2 * size], times a weight for each row. */
+void v4_swiglu(const float *x, int64_t n, int64_t size, float limit, const float *weight, float *y) {
+    for (int64_t r = 0; r < n; r++) {
+        const float *g = x + r * 2 * size, *u = g + size, w = weight ? weight[r] : 1.0f;
+        for (int64_t i = 0; i < size; i++) {
+            const float a = fminf(g[i], limit), b = fmaxf(fminf(u[i], limit), -limit);
+            y[r * size + i] = a * sigmoid(a) * b * w;
+        }
+    }
+}

@@ -1,0 +1,210 @@
+"""`glue.c` for tensors: what lies between the products, one call each, on a CPU in fp32.
+
+Compiled once a machine, as the integer kernels are (`models/native/library.py`). Without a compiler
+fp32 and bf16 run on PyTorch's operations instead, which do the same and are slower to start.
+
+Shape suffixes as in the modules that call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dspark.errors import ResourceError
+from dspark.models.native import library
+
+FEW = 64
+"""Rows up to which a call here beats PyTorch's operations; beyond, their matrix products win."""
+
+
+class Hyper(Structure):
+    """The parameters of one mixing of streams, as in glue.c."""
+
+    _fields_ = (("fn", c_void_p), ("base", c_void_p), ("scale", c_void_p), ("norm", c_void_p),
+                ("streams", c_int32), ("hidden", c_int32), ("rounds", c_int32), ("eps", c_float),
+                ("norm_eps", c_float))  # fmt: skip
+
+
+class Attend(Structure):
+    """Rows and sizes of one attention, as in glue.c."""
+
+    _fields_ = (("slot", c_void_p), ("position", c_void_p), ("n", c_int64), ("heads", c_int64),
+                ("dim", c_int64), ("window", c_int64), ("ring", c_int64), ("stride", c_int64),
+                ("ratio", c_int64), ("pairs", c_int64), ("chosen", c_void_p),
+                ("entries", c_int64))  # fmt: skip
+
+
+class Kernels:
+    """The functions of glue.c. Tensors are contiguous fp32 (ids int64) unless said otherwise."""
+
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        p, n, i, f = c_void_p, c_int64, c_int32, c_float
+        self._enter = _typed(lib.v4_enter, POINTER(Hyper), p, n, p, p, p, i, i)
+        self._leave = _typed(lib.v4_leave, p, p, p, p, n, n, n, p, i)
+        self._norm_rotate = _typed(lib.v4_norm_rotate, p, n, n, n, n, p, f, p, n, p, i)
+        self._attend = _typed(lib.v4_attend, POINTER(Attend), p, p, p, p, p, i)
+        self._index = _typed(lib.v4_index, p, p, n, n, n, n, n, p, p, n, f, p, n, p, i)
+        self._pool = _typed(lib.v4_pool, p, p, n, n, n, p, p, i)
+        self._route = _typed(lib.v4_route, p, n, n, p, n, p, p, n, f, p, p)
+        self._swiglu = _typed(lib.v4_swiglu, p, n, n, f, p, p)
+
+    def enter(
+        self, hyper: Hyper, x_NSD: Tensor, raw: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n, s, d = x_NSD.shape
+        y, post, comb = torch.empty(n, d), torch.empty(n, s), torch.empty(n, s, s)
+        self._enter(
+            byref(hyper), x_NSD.data_ptr(), n, y.data_ptr(), post.data_ptr(), comb.data_ptr(),
+            int(raw), _threads(n),
+        )  # fmt: skip
+        return y, post, comb
+
+    def leave(self, x_NSD: Tensor, y_ND: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        n, s, d = x_NSD.shape
+        y_ND, out = y_ND.contiguous(), torch.empty_like(x_NSD)
+        self._leave(
+            x_NSD.data_ptr(), y_ND.data_ptr(), post.data_ptr(), comb.data_ptr(), n, s, d,
+            out.data_ptr(), _threads(n),
+        )  # fmt: skip
+        return out
+
+    def norm_rotate(
+        self, x: Tensor, heads: int, weight: Tensor | None, eps: float, turns: Tensor | None
+    ) -> Tensor:
+        """x [N, heads * dim], rows at any stride, each vector normed (not if eps < 0), then rotated
+        (not without turns [N, R / 2]): [N, heads * dim]."""
+        n, width = x.shape
+        out = torch.empty(n, width)
+        self._norm_rotate(
+            x.data_ptr(), x.stride(0), n, heads, width // heads, _pointer(weight), eps,
+            _pointer(turns), 0 if turns is None else turns.shape[-1], out.data_ptr(), _threads(n),
+        )  # fmt: skip
+        return out
+
+    def attend(
+        self,
+        rows: Attend,
+        q: Tensor,
+        keys: Tensor,
+        sink: Tensor,
+        turns: Tensor,
+        chosen: Tensor | None,
+    ) -> Tensor:
+        """q [N, heads * dim] -> the same, rotated back; `chosen` [N, T] bool."""
+        out = torch.empty_like(q)
+        rows.chosen = _pointer(chosen)
+        rows.entries = 0 if chosen is None else chosen.shape[1]
+        self._attend(
+            byref(rows), q.data_ptr(), keys.data_ptr(), sink.data_ptr(), turns.data_ptr(),
+            out.data_ptr(), _threads(len(q)),
+        )  # fmt: skip
+        return out
+
+    def index(
+        self, rows: Attend, heads: int, slot_entries: int, q: Tensor, w: Tensor, keys: Tensor,
+        entries: int,
+    ) -> Tensor:  # fmt: skip
+        """Scores [N, entries] of the indexer; w [N, heads] with rows at any stride."""
+        n, dim = len(q), q.shape[1] // heads
+        out = torch.empty(n, entries)
+        self._index(
+            rows.slot, rows.position, n, heads, dim, rows.ratio, slot_entries, q.data_ptr(),
+            w.data_ptr(), w.stride(0), (dim * heads) ** -0.5, keys.data_ptr(), entries,
+            out.data_ptr(), _threads(n),
+        )  # fmt: skip
+        return out
+
+    def pool(self, inputs: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+        """inputs [.., 2 * W], rows [C * span], bias [span, W] -> [C, W]."""
+        span, width = bias.shape
+        n = len(rows) // span
+        out = torch.empty(n, width)
+        self._pool(
+            inputs.data_ptr(), rows.data_ptr(), n, span, width, bias.data_ptr(), out.data_ptr(),
+            _threads(n),
+        )  # fmt: skip
+        return out
+
+    def route(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor | None,
+        chosen: Tensor | None,
+        k: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Experts [N, K] of each row and their weights [N, K]."""
+        n, d = x.shape
+        ids, weights = torch.empty(n, k, dtype=torch.int64), torch.empty(n, k)
+        self._route(
+            x.data_ptr(), n, d, gate.data_ptr(), len(gate), _pointer(bias), _pointer(chosen), k,
+            scale, ids.data_ptr(), weights.data_ptr(),
+        )  # fmt: skip
+        return ids, weights
+
+    def swiglu(self, x: Tensor, limit: float, weights: Tensor | None) -> Tensor:
+        """x [N, 2 * I] -> [N, I]."""
+        n, size = x.shape[0], x.shape[1] // 2
+        out = torch.empty(n, size)
+        self._swiglu(x.data_ptr(), n, size, limit, _pointer(weights), out.data_ptr())
+        return out
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _threads(rows: int) -> int:
+    """Waking a team for a few rows costs more than the rows do."""
+    return torch.get_num_threads() if rows > 8 else 1
+
+
+def _typed(function: Any, *types: object) -> Callable[..., None]:
+    function.argtypes, function.restype = types, None
+    return cast(Callable[..., None], function)
+
+
+@functools.cache
+def load() -> Kernels:
+    """Compiled if need be. Raises ResourceError without a working C compiler."""
+    library.load()  # says in a line what is wrong with the compiler, if anything is
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "cc"
+    source = resources.files("dspark.models.deepseek_v4").joinpath("glue.c").read_bytes()
+    flags = [*library.FLAGS, *(["-fopenmp"] if library._torch_openmp() else [])]
+    command = " ".join([compiler, *flags]).encode()
+    key = hashlib.sha256(b"\0".join((source, command, library._cpu_features())))
+    target = library.cache_dir() / f"v4-{key.hexdigest()[:16]}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as tmp:
+            c, o, so = (Path(tmp) / f"glue.{end}" for end in ("c", "o", "so"))
+            c.write_bytes(source)
+            _run([compiler, *flags, "-c", str(c), "-o", str(o)])
+            _run([compiler, "-shared", str(o), "-o", str(so), "-lm"])
+            so.replace(target)
+    try:
+        return Kernels(ctypes.CDLL(str(target)))
+    except OSError as e:
+        raise ResourceError(f"the DeepSeek-V4 kernels cannot be loaded: {e}") from e
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        first = (done.stderr.strip().splitlines() or ["no message"])[0]
+        raise ResourceError(f"the C compiler {command[0]} failed on the kernels of V4 ({first})")
