@@ -19,6 +19,7 @@ from dspark import __version__
 from dspark.cli import bench, generate
 from dspark.cli import eval as evaluate
 from dspark.cli import export as exporting
+from dspark.cli import inspect as inspecting
 from dspark.cli import text as training_text
 from dspark.cli import train as training
 from dspark.cli.ui import Color, Paint, note, wants_color
@@ -46,6 +47,7 @@ app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)
 app.command("train", epilog=training.EPILOG)(training.train)
 app.command("export", epilog=exporting.EPILOG)(exporting.export)
+app.command("inspect", epilog=inspecting.EPILOG)(inspecting.inspect)
 
 
 def _print_version(value: bool) -> None:

@@ -84,12 +84,16 @@ def v4_from_hf(raw: Mapping[str, Any]) -> V4Config:
         raise CheckpointError(f"holds a value of a wrong kind: {e}") from e
 
 
-def read_v4_config(directory: Path) -> tuple[V4Config, V4DSpark | None]:
-    """The configuration in a checkpoint's directory: `config.json`, or without one the reference's.
-    Raises CheckpointError with the file's name."""
+def config_file(directory: Path) -> Path:
+    """`config.json`, or where there is none the reference's, if there is one."""
     path = directory / "config.json"
-    if not path.exists() and (directory / "inference" / "config.json").exists():
-        path = directory / "inference" / "config.json"
+    reference = directory / "inference" / "config.json"
+    return reference if not path.exists() and reference.exists() else path
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The JSON object in a model directory's configuration file. Raises CheckpointError."""
+    path = config_file(directory)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
@@ -98,10 +102,17 @@ def read_v4_config(directory: Path) -> tuple[V4Config, V4DSpark | None]:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds no JSON object")
+    return raw
+
+
+def read_v4_config(directory: Path) -> tuple[V4Config, V4DSpark | None]:
+    """The configuration of a checkpoint's directory. Raises CheckpointError with the file's
+    name."""
+    raw = read_config(directory)
     try:
         return v4_from_hf(raw), dspark_from_hf(raw)
     except CheckpointError as e:
-        raise CheckpointError(f"{path}: {e}") from e
+        raise CheckpointError(f"{config_file(directory)}: {e}") from e
 
 
 def _as_config_json(raw: Mapping[str, Any]) -> Mapping[str, Any]:

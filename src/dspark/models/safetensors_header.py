@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dspark.errors import CheckpointError
 
@@ -30,8 +29,7 @@ _LONGEST = 100_000_000
 """Bytes of a header; the format's own limit."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a file: `num_bytes` bytes from byte `start`, counted from the file's first."""
 
     dtype: str
