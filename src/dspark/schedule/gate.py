@@ -1,0 +1,137 @@
+"""Whether to draft at all in the coming round.
+
+A schedule of length 0 saves the rows, not the draft. When drafting itself does not pay (a busy
+machine, a hard text, a drafter as slow as its target) the engine should decode plainly for a while
+and look again later. The decision is taken before anything is drafted, from rounds that are over,
+so it cannot bias the text (`admission`); it makes seeded sampling depend on the machine, as costs
+do, so requests that promise reproducibility draft regardless.
+
+The measure is time. A drafting round that yielded n tokens for R requests did the work of n / R
+plain rounds; `worth` is what those would have taken, `spent` what the round took, both by the cost
+table at the machine's present speed (`monitor.LiveCost.present`: medians, no single hiccups):
+
+    gain = sum of worth / sum of spent        over recent drafting rounds, older ones fading
+
+What noise is left is luck in acceptance. So tokens are counted as *predicted* times the slow ratio
+of emitted to predicted, which has the same mean and much less noise.
+
+Gain depends on the load, so each power of two of requests has its own state: going from 1 user to
+32 and back asks no one to learn anew.
+
+    drafting --(gain below CLOSE after enough rounds)--> plain, for `wait` rounds
+    plain    --(waited)--> probing: some drafting rounds with fresh sums
+    probing  --(gain above OPEN)--> drafting;   --(else)--> plain, for twice as long
+
+Hysteresis: OPEN is above CLOSE, and every closing doubles the wait, up to a bound, until drafting
+has paid for long. Noise around a gain of 1 can thus flip the state a few times early on and then
+hardly ever; being wrong there costs nothing by definition. Losing probes cost their share of time:
+(1/gain - 1) * probe / wait, which falls below a thousandth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CLOSE = 0.98
+OPEN = 1.03
+MEMORY = 0.97
+"""Weight of the past in the sums, each drafting round."""
+EVIDENCE = 16
+"""Request-rounds that a verdict on drafting needs; a probe takes half."""
+MIN_ROUNDS = 4
+FIRST_WAIT = 128
+"""Plain rounds before the first probe."""
+LONGEST_WAIT = 2048
+FORGIVEN = 512
+"""Drafting rounds after which the wait is short again."""
+
+Mode = Literal["drafting", "plain", "probing"]
+
+
+@dataclass
+class Lane:
+    """The state at one level of load."""
+
+    mode: Mode = "drafting"
+    worth: float = 0.0
+    spent: float = 0.0
+    rounds: int = 0
+    """Drafting rounds in this mode, or plain ones."""
+    evidence: int = 0
+    wait: int = FIRST_WAIT // 2
+    switches: int = 0
+
+    @property
+    def gain(self) -> float | None:
+        return self.worth / self.spent if self.spent else None
+
+    def enter(self, mode: Mode, *, keep: bool = False) -> None:
+        self.mode, self.rounds, self.evidence = mode, 0, 0
+        self.switches += mode != "probing"
+        if not keep:
+            self.worth = self.spent = 0.0
+
+
+class Gate:
+    """Ask `should_draft` before every round, tell `observe` after it."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[int, Lane] = {}
+        self._predicted = self._emitted = 0.0
+
+    def lane(self, requests: int) -> Lane:
+        return self.lanes.setdefault(max(requests, 1).bit_length(), Lane())
+
+    def should_draft(self, requests: int) -> bool:
+        """Whether the coming round of `requests` drafts. Asking changes nothing."""
+        lane = self.lane(requests)
+        return lane.mode != "plain" or lane.rounds >= lane.wait
+
+    def observe_plain(self, requests: int) -> None:
+        """A round without drafts is over."""
+        lane = self.lane(requests)
+        if lane.mode == "plain":
+            lane.rounds += 1
+
+    def observe(
+        self, requests: int, *, predicted: float, emitted: float, spent_ms: float, plain_ms: float
+    ) -> None:
+        """A drafting round is over.
+
+        predicted    tokens expected of it, the target's own included (no prediction: `emitted`)
+        emitted      tokens it yielded
+        spent_ms     what it cost;  plain_ms  what it would have cost to decode plainly
+        """
+        lane = self.lane(requests)
+        if lane.mode == "plain":
+            lane.enter("probing")
+        slow = MEMORY ** (1 / 4)
+        self._predicted = slow * self._predicted + predicted
+        self._emitted = slow * self._emitted + emitted
+        honest = self._emitted / self._predicted if self._predicted else 1.0
+        lane.worth = MEMORY * lane.worth + predicted * honest * plain_ms / requests
+        lane.spent = MEMORY * lane.spent + spent_ms
+        lane.rounds += 1
+        lane.evidence += requests
+        self._decide(lane)
+
+    def _decide(self, lane: Lane) -> None:
+        gain = lane.gain
+        needed = EVIDENCE if lane.mode == "drafting" else EVIDENCE // 2
+        if gain is None or lane.rounds < MIN_ROUNDS or lane.evidence < needed:
+            return
+        if lane.mode == "probing":
+            if gain > OPEN:
+                lane.enter("drafting", keep=True)
+            else:
+                self._close(lane)
+        elif gain < CLOSE:
+            self._close(lane)
+        elif lane.rounds >= FORGIVEN:
+            lane.wait, lane.rounds = FIRST_WAIT // 2, MIN_ROUNDS
+
+    def _close(self, lane: Lane) -> None:
+        lane.wait = min(2 * lane.wait, LONGEST_WAIT)
+        lane.switches -= lane.mode == "probing"  # a failed probe is no switch
+        lane.enter("plain")
