@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dspark.errors import CheckpointError
 from dspark.models import safetensors_header
+from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.deepseek_v4_config import (
     dspark_from_hf,
     is_v4,
@@ -29,6 +30,7 @@ from dspark.models.deepseek_v4_names import (
     tower_shapes,
 )
 from dspark.models.deepseek_v4_source import DeepseekV4Source, check_shapes
+from dspark.models.target import Segment, pack
 from tests.models import official_v4 as official
 from tests.models.official_v4 import FLASH, FLASH_DSPARK, TINY, TINY_DSPARK
 
@@ -193,12 +195,17 @@ def test_fp4_experts_as_integer_blocks(tmp_path: Path) -> None:
     assert weights.blocks("norm.weight") is None
 
 
-def oracle(seed: int = 0) -> Any:
+def transformers_model(**changes: Any) -> Any:
     import transformers
 
-    torch.manual_seed(seed)
-    model: Any = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**TINY))
-    model.eval()
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(**TINY | changes)
+    model: Any = transformers.DeepseekV4ForCausalLM(config)
+    return model.eval()
+
+
+def oracle() -> Any:
+    model = transformers_model()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p))
@@ -271,6 +278,23 @@ def test_the_spellings_of_transformers(tmp_path: Path, spelling: str) -> None:
         assert torch.equal(weights.tensor(name), value), name
 
 
+def test_files_of_transformers_run_as_they_do(tmp_path: Path) -> None:
+    """From the saved files through the source to logits: no name or slice is swapped."""
+    model: Any = transformers_model(initializer_range=0.1)
+    model.save_pretrained(tmp_path)
+    ids = tuple(range(5, 90, 3))
+    config = read_v4_config(tmp_path)[0]
+    tower = DeepseekV4(
+        config, source(tmp_path), dtype=torch.float32, num_slots=1, max_context=64,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    got = tower.forward(pack([Segment(0, 0, ids, len(ids))])).logits
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_official_names_stay() -> None:
     for name in official.shapes(TINY_DSPARK, official.carried(TINY_DSPARK)):
         assert canonical(name) == name == canonical("model." + name)
@@ -331,6 +355,7 @@ def test_only_the_shards_of_wanted_tensors_are_opened(
         (EXPERT + ".weight", torch.ones(160, 48, dtype=torch.uint8), f"{EXPERT}.weight is U8"),
         ("layers.1.attn_norm.weight", torch.tensor([torch.inf] * 160), "1.attn_norm.weight holds"),
         ("layers.0.ffn.gate.tid2eid", torch.ones(96, 2), "tid2eid is F32, expected I64"),
+        ("layers.0.ffn.gate.tid2eid", torch.full((96, 2), 3), "tid2eid is damaged: it names exp"),
         ("layers.1.attn_norm.weight", None, "lacks layers.1.attn_norm.weight"),
         ("layers.1.attn_norm.weight", torch.ones(159), r"1.attn_norm.weight has shape \[159\]"),
         (EXPERT + ".weight", torch.ones(160, 23, dtype=torch.int8), rf"{EXPERT}.weight has shape"),

@@ -31,7 +31,7 @@ from dspark.errors import CheckpointError
 from dspark.models import fp8_fp4
 from dspark.models.deepseek_v4.config import V4Config
 from dspark.models.deepseek_v4_names import FUSED, canonical
-from dspark.models.safetensors_header import Entry, Shards
+from dspark.models.safetensors_header import Shards
 from dspark.models.weights import QuantBlocks
 
 _FLOATS = {
@@ -123,13 +123,17 @@ class DeepseekV4Source:
 
     def _tensor(self, name: str) -> Tensor:
         if name in self._slices:
-            part = self._slices[name]
-            whole = self._plain(part.stored, _FLOATS)
-            return whole[part.expert, part.first : part.first + part.rows].clone()
+            return self._sliced(self._slices[name])
         stored = self._name(name)
         dtype = self._shards.entry(stored).dtype
         if name.endswith(_TABLE):
-            return self._plain(stored, _INTEGERS).long()
+            table = self._plain(stored, _INTEGERS).long()
+            if ((table < 0) | (table >= self._config.num_experts)).any():
+                raise CheckpointError(
+                    f"{self._where(name)} is damaged: it names experts beyond the"
+                    f" {self._config.num_experts} there are"
+                )
+            return table
         if dtype == "F8_E4M3" and name.endswith(".weight"):
             weight = self._plain(stored, {"F8_E4M3": torch.float8_e4m3fn})
             self._matrix(name, weight)
@@ -139,6 +143,16 @@ class DeepseekV4Source:
         if dtype == "I8" and name.endswith(".weight"):
             return fp8_fp4.from_fp4(*self._packed(name), self._dtype)
         return self._plain(stored, _FLOATS)
+
+    def _sliced(self, part: _Slice) -> Tensor:
+        """One expert of a fused tensor; only its bytes are read."""
+        entry = self._shards.entry(part.stored)
+        dtype = self._known(part.stored, _FLOATS)
+        _, rows, columns = entry.shape
+        row = columns * dtype.itemsize
+        first = (part.expert * rows + part.first) * row
+        data = self._shards.read(part.stored, first, part.rows * row)
+        return _as_tensor(data, (part.rows, columns), dtype)
 
     def blocks(self, name: str) -> QuantBlocks | None:
         """An fp4 matrix as 8-bit blocks, exactly; None for every other."""
@@ -176,13 +190,17 @@ class DeepseekV4Source:
 
     def _plain(self, stored: str, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """The bytes of a stored tensor as one of `dtypes`."""
-        entry = self._shards.entry(stored)
-        if entry.dtype not in dtypes:
+        dtype = self._known(stored, dtypes)
+        return _as_tensor(self._shards.read(stored), self._shards.entry(stored).shape, dtype)
+
+    def _known(self, stored: str, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+        kind = self._shards.entry(stored).dtype
+        if kind not in dtypes:
             raise CheckpointError(
-                f"{self._shards.files[stored]}: tensor {stored} is {entry.dtype}, expected"
+                f"{self._shards.files[stored]}: tensor {stored} is {kind}, expected"
                 f" {', '.join(dtypes)}"
             )
-        return _as_tensor(self._shards.read(stored), entry, dtypes[entry.dtype])
+        return dtypes[kind]
 
     def _name(self, name: str) -> str:
         if name not in self._stored:
@@ -212,10 +230,10 @@ def check_shapes(
             )
 
 
-def _as_tensor(data: bytearray, entry: Entry, dtype: torch.dtype) -> Tensor:
+def _as_tensor(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not data:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def _shape_error(

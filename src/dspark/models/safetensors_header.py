@@ -135,17 +135,19 @@ class Shards:
             raise CheckpointError(f"{path} has no tensor {name}, though {INDEX} says so")
         return header[name]
 
-    def read(self, name: str) -> bytearray:
-        """The bytes of one tensor. Raises CheckpointError."""
+    def read(self, name: str, first: int = 0, size: int | None = None) -> bytearray:
+        """The bytes of one tensor, or `size` of them from its byte `first`. Raises
+        CheckpointError."""
         entry, path = self.entry(name), self.files[name]
-        data = bytearray(entry.num_bytes)
+        data = bytearray(entry.num_bytes if size is None else size)
+        assert first + len(data) <= entry.num_bytes
         try:
             with path.open("rb") as f:
-                f.seek(entry.start)
+                f.seek(entry.start + first)
                 read = f.readinto(data)
         except OSError as e:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {e.strerror}") from e
-        if read != entry.num_bytes:
+        if read != len(data):
             raise CheckpointError(f"{path}: tensor {name} is cut short: {read} bytes are left")
         return data
 
