@@ -49,6 +49,7 @@ SIZES: dict[str, Any] = {
     "index_topk": 64,
     "initializer_range": 0.05,
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def main() -> None:
@@ -59,12 +60,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--topk", type=int, default=SIZES["index_topk"])
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="ours; theirs is fp32")
     parser.add_argument("--profile", action="store_true", help="list our operations by count")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = oracle(KINDS, hca=128, **{**SIZES, "index_topk": args.topk})
     parameters = sum(p.numel() for p in model.parameters())
-    ours = target(model, num_slots=1, max_context=1024, max_block=64)
+    ours = target(model, dtype=DTYPES[args.dtype], num_slots=1, max_context=1024, max_block=64)
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(SIZES["vocab_size"], (1, CONTEXT + max(args.rows)), generator=g)
     ours.forward(pack([Segment(0, 0, tuple(ids[0, :CONTEXT].tolist()), 1)]))
@@ -108,7 +110,7 @@ def main() -> None:
     if args.profile:
         _profile(lambda: our_pass(args.rows[0]))
     result = {
-        "parameters": parameters, "context": CONTEXT, "threads": args.threads,
+        "parameters": parameters, "context": CONTEXT, "threads": args.threads, "dtype": args.dtype,
         "index_topk": args.topk, "rows": by_rows, "date": datetime.date.today().isoformat(),
         "machine": platform.machine(), "torch": torch.__version__,
     }  # fmt: skip

@@ -180,6 +180,17 @@ def test_int8_rows_are_equal_to_the_bit() -> None:
         assert torch.equal(ours.forward(pack(segments)).logits[9:16], whole.logits[at : at + 7])
 
 
+def test_int8_bits_do_not_depend_on_threads() -> None:
+    ours = target(oracle(), dtype=torch.int8)
+    ids = tokens(150)
+    alone = run(ours, ids)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(run(ours, ids, slot=1), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_only_the_rows_asked_for_get_logits(pair: Pair) -> None:
     batch = pack([Segment(0, 0, pair.ids[:20], 1), Segment(1, 0, pair.ids[:5], 2)])
     got = pair.ours.forward(batch).logits

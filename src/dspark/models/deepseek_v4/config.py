@@ -16,6 +16,8 @@ from dspark.errors import CheckpointError
 from dspark.models.config import RopeConfig
 
 CSA_RATIO = 4
+MAX_STREAMS = 8
+"""As in glue.c, which keeps a token's gates on the stack."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class V4Config:
             raise CheckpointError(
                 f"DeepSeek-V4: {self.rope_dim} rotating dimensions do not fit a head of"
                 f" {self.head_dim} and an index head of {self.index_dim}"
+            )
+        if not 1 <= self.streams <= MAX_STREAMS:
+            raise CheckpointError(
+                f"DeepSeek-V4: {self.streams} residual streams, expected 1 to {MAX_STREAMS}"
             )
         if self.experts_per_token > self.num_experts:
             raise CheckpointError(

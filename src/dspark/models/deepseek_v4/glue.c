@@ -153,8 +153,8 @@ void v4_norm_rotate(const float *x, int64_t stride, int64_t n, int64_t heads, in
 /* ---- attention -------------------------------------------------------------------------------- */
 
 typedef struct {
-    const int64_t *slot, *position; /* [n] */
-    int64_t n, heads, dim, window, ring, stride, ratio, pairs;
+    const int64_t *slot, *position, *first, *last; /* [n]; a row reads positions first .. last */
+    int64_t n, heads, dim, ring, stride, ratio, pairs;
     const uint8_t *chosen;          /* [n, entries] or NULL: all that are closed */
     int64_t entries;
 } Attend;
@@ -172,15 +172,15 @@ void v4_attend(const Attend *a, const float *q, const float *keys, const float *
         for (int64_t r = 0; r < a->n; r++)
             for (int64_t h = 0; h < a->heads; h++) {
                 const int64_t p = a->position[r], closed = a->ratio ? (p + 1) / a->ratio : 0;
-                const int64_t first = p + 1 > a->window ? p + 1 - a->window : 0;
+                const int64_t first = a->first[r], last = a->last[r];
                 const float *slot = keys + a->slot[r] * a->stride * dim, *qh = q + (r * a->heads + h) * dim;
-                if (p + 1 - first + closed > room) {
-                    room = p + 65 - first + closed;
+                if (last + 1 - first + closed > room) {
+                    room = last + 65 - first + closed;
                     score = realloc(score, room * sizeof *score);
                     key = realloc(key, room * sizeof *key);
                 }
                 int64_t count = 0;
-                for (int64_t i = first; i <= p; i++) key[count++] = slot + i % a->ring * dim;
+                for (int64_t i = first; i <= last; i++) key[count++] = slot + i % a->ring * dim;
                 for (int64_t j = 0; j < closed; j++)
                     if (!a->chosen || a->chosen[r * a->entries + j])
                         key[count++] = slot + (a->ring + j) * dim;

@@ -42,10 +42,10 @@ class Hyper(Structure):
 class Attend(Structure):
     """Rows and sizes of one attention, as in glue.c."""
 
-    _fields_ = (("slot", c_void_p), ("position", c_void_p), ("n", c_int64), ("heads", c_int64),
-                ("dim", c_int64), ("window", c_int64), ("ring", c_int64), ("stride", c_int64),
-                ("ratio", c_int64), ("pairs", c_int64), ("chosen", c_void_p),
-                ("entries", c_int64))  # fmt: skip
+    _fields_ = (("slot", c_void_p), ("position", c_void_p), ("first", c_void_p),
+                ("last", c_void_p), ("n", c_int64), ("heads", c_int64), ("dim", c_int64),
+                ("ring", c_int64), ("stride", c_int64), ("ratio", c_int64), ("pairs", c_int64),
+                ("chosen", c_void_p), ("entries", c_int64))  # fmt: skip
 
 
 class Kernels:
@@ -65,6 +65,7 @@ class Kernels:
     def enter(
         self, hyper: Hyper, x_NSD: Tensor, raw: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
+        x_NSD = x_NSD.contiguous()
         n, s, d = x_NSD.shape
         y, post, comb = torch.empty(n, d), torch.empty(n, s), torch.empty(n, s, s)
         self._enter(
@@ -74,6 +75,7 @@ class Kernels:
         return y, post, comb
 
     def leave(self, x_NSD: Tensor, y_ND: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        x_NSD = x_NSD.contiguous()
         n, s, d = x_NSD.shape
         y_ND, out = y_ND.contiguous(), torch.empty_like(x_NSD)
         self._leave(

@@ -141,12 +141,17 @@ class Group:
         s, length = self.num_sequences, self.length
         base_S1 = (self._slots * layout.stride(ratio))[:, None]
         query_SL = self._starts[:, None] + np.arange(length)
-        recent = min(layout.window - 1, int(self._starts.max())) + length
+        blocks = self._pass.blocks
+        recent = min(layout.window - (not blocks), int(self._starts.max())) + length
         key_SK = self._starts[:, None] + np.arange(length - recent, length)
         sink = layout.num_slots * layout.stride(ratio)
         rows = [np.where(key_SK >= 0, base_S1 + key_SK % layout.ring, sink)]
-        age = query_SL[:, :, None] - key_SK[:, None]
-        seen = [(age >= 0) & (age < layout.window) & (key_SK >= 0)[:, None]]
+        first_SL, last_SL = query_SL - layout.window + 1, query_SL
+        if blocks:
+            first_SL = np.broadcast_to(self._starts[:, None] - layout.window, query_SL.shape)
+            last_SL = np.broadcast_to((self._starts + self._lengths - 1)[:, None], query_SL.shape)
+        key_S1K = key_SK[:, None]
+        seen = [(key_S1K >= np.maximum(first_SL, 0)[:, :, None]) & (key_S1K <= last_SL[:, :, None])]
         t = int((self._starts + self._lengths).max()) // ratio if ratio else 0
         if t:
             rows.append(base_S1 + layout.ring + np.arange(t))
@@ -171,10 +176,20 @@ class Group:
 
 
 class Pass:
-    """One batch, each sequence of which has at most `max_block` tokens."""
+    """One batch, each sequence of which has at most `max_block` tokens.
+
+    With `blocks` the tokens of a sequence are no text but a drafter's block: each sees all of them,
+    and the `window` positions in front of the first. That is for layers with ratio 0.
+    """
 
     def __init__(
-        self, config: V4Config, layout: Layout, rotations: Rotations, batch: Batch
+        self,
+        config: V4Config,
+        layout: Layout,
+        rotations: Rotations,
+        batch: Batch,
+        *,
+        blocks: bool = False,
     ) -> None:
         self.config, self.layout, self._rotations = config, layout, rotations
         self._device = batch.tokens.device
@@ -186,6 +201,13 @@ class Pass:
         self._first = offsets[:-1][np.diff(offsets) > 0]
         self.lengths: Ints = np.diff(offsets)[np.diff(offsets) > 0]
         self.starts, self.seq_slots = self._positions[self._first], self._slots[self._first]
+        if blocks:
+            first = np.maximum(self.starts - layout.window, 0).repeat(self.lengths)
+            last = (self.starts + self.lengths - 1).repeat(self.lengths)
+        else:
+            first, last = np.maximum(self._positions - layout.window + 1, 0), self._positions
+        self.blocks = blocks
+        self._read = (self._slots_N, self._positions_N, self.tensor(first), self.tensor(last))
         self._turns: dict[bool, Tensor] = {}
         self._rows: dict[tuple[str, int], Tensor] = {}
         self._closing: dict[int, Closing | None] = {}
@@ -204,9 +226,8 @@ class Pass:
         if ratio not in self._attend:
             c, layout = self.config, self.layout
             self._attend[ratio] = Attend(
-                self._slots_N.data_ptr(), self._positions_N.data_ptr(), len(self._positions),
-                c.num_heads, c.head_dim, c.window, layout.ring, layout.stride(ratio), ratio,
-                c.rope_dim // 2,
+                *(x.data_ptr() for x in self._read), len(self._positions), c.num_heads, c.head_dim,
+                layout.ring, layout.stride(ratio), ratio, c.rope_dim // 2,
             )  # fmt: skip
         return self._attend[ratio]
 
