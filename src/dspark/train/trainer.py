@@ -31,6 +31,7 @@ from dspark.train.anchors import Pack, choose, pack_blocks
 from dspark.train.batches import Item, Order, Place, anchor_rng
 from dspark.train.config import TrainSection
 from dspark.train.distributed import Group
+from dspark.train.estimate import accepted_length, chances
 from dspark.train.features import FeatureCache, LiveFeatures
 from dspark.train.losses import TERMS, Terms
 from dspark.train.metrics import Metrics
@@ -230,6 +231,8 @@ class Trainer:
                     report("log", self._logged())
                 if n.step % c.eval_every == 0 or finished:
                     self.estimate = self.evaluate()
+                    if finished and not c.shard:  # sharded weights are whole inside a step alone
+                        self.estimate |= self.served()
                     report("held_out", self.estimate)
                     n.seconds += time.perf_counter() - last
                     last = time.perf_counter()
@@ -261,6 +264,20 @@ class Trainer:
                 total = flat if total is None else total + flat
         assert total is not None
         return self._means(self.group.sum(total).cpu())
+
+    def served(self) -> dict[str, Any]:
+        """The accepted length to be expected when it serves (`estimate.py`), on the held-out text
+        at temperature 1, or on the greedy one where there is no other."""
+        held = self.run.held_out
+        for temperature in (1.0, 0.0):
+            mine = [i for i in held if self.run.samples[i].temperature == temperature]
+            if mine:
+                length = accepted_length(
+                    chances(self.step, self.make_pack([Item(i, -1)], None), temperature == 0)
+                    for i in mine
+                )
+                return {"accepted_length": length, "temperature": temperature}
+        return {}
 
     def _means(self, flat: Tensor) -> dict[str, Any]:
         terms = Terms.unflat(flat, self.run.drafter.block_size)
@@ -312,11 +329,10 @@ class Trainer:
 
     def _export(self, model: dict[str, Tensor]) -> None:
         n, estimate = self.counters, self.estimate
-        held = [self.run.samples[i].temperature for i in self.run.held_out]
         training = {
             "accepted_length": estimate.get("accepted_length"),
             "accept": estimate.get("accept"),
-            "temperature": 1.0 if all(t == 1.0 for t in held) else None,
+            "temperature": estimate.get("temperature"),
             "held_out": self.run.config.text.held_out > 0,
             "anchors": n.anchors,
             "steps": n.step,
