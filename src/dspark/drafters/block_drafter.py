@@ -109,23 +109,26 @@ class BlockDrafter(Drafter):
         previous = [c.tokens[-1] for c in contexts]
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
-        confidence: list[Tensor] = []
+        before: list[Tensor] = []
         state = None
         for h_BD, logits_BV in zip(h_BKD.unbind(1), base_BKV.unbind(1), strict=True):
-            e_Br = None
             if model.markov_head is not None:
                 e_Br = model.markov_head.embed(torch.tensor(previous, device=h_BD.device))
+                before.append(e_Br)
                 z_Br, state = model.markov_head.step(e_Br, h_BD, state)
                 logits_BV = self._biased(logits_BV, z_Br.float())
-            if model.confidence_head is not None:
-                confidence.append(torch.sigmoid(model.confidence_head(h_BD, e_Br).float()))
             for b, c in enumerate(contexts):
                 column, q = words.pick(logits_BV[b], c.params, c.rng)
                 previous[b] = words.token(column)
                 tokens[b].append(previous[b])
                 if q is not None:
                     probs[b].append(q)
-        c_BK = torch.stack(confidence, 1).cpu() if confidence else None
+        c_BK = None
+        if (
+            model.confidence_head is not None
+        ):  # of no draft's own token: it may decide on that draft
+            e_BKr = torch.stack(before, 1) if before else None
+            c_BK = torch.sigmoid(model.confidence_head(h_BKD, e_BKr).float()).cpu()
         return [
             Draft(
                 tuple(tokens[b]),
