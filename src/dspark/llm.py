@@ -107,6 +107,15 @@ class LLM:
             return shipped, f"trained for {self.model_name}, ships with dspark"
         return "ngram", "prompt lookup needs no weights; no trained drafter is known for this model"
 
+    @property
+    def engine(self) -> Engine:
+        """The engine itself, for a server that steps it in its own thread.
+
+        It is the one of the current drafter. While it has work, the verbs of this LLM raise
+        ResourceError; `target` and `tokenizer` may be read meanwhile.
+        """
+        return self._engine
+
     # -- prompts -------------------------------------------------------------------------------
 
     def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> tuple[int, ...]:

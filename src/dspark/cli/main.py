@@ -20,6 +20,7 @@ from dspark.cli import bench, generate
 from dspark.cli import eval as evaluate
 from dspark.cli import export as exporting
 from dspark.cli import inspect as inspecting
+from dspark.cli import serve as serving
 from dspark.cli import text as training_text
 from dspark.cli import train as training
 from dspark.cli.ui import Color, Paint, note, wants_color
@@ -42,6 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
+app.command("serve", epilog=serving.EPILOG)(serving.serve)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)

@@ -1,0 +1,273 @@
+"""Which requests are understood, and what they mean to the engine.
+
+A field either works or is refused by name; none is read and then forgotten. Accepted without an
+effect are only the labels that OpenAI's clients attach for the sake of its own bookkeeping (`user`,
+`metadata`, `store: false`, `safety_identifier`, `prompt_cache_key`). Defaults are OpenAI's, so
+temperature is 1 here and not 0 as in the library.
+
+Types are strict ("5" is not 5), and a list stops at its first bad item, so that a malformed body
+costs no more than a good one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ValidatorFunctionWrapHandler as Handler
+from pydantic_core import PydanticCustomError, ValidationError
+
+from dspark.types import SamplingParams
+
+MAX_CHOICES = 32
+"""Texts that one request may ask for: prompts times n."""
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+COMPLETION_TOKENS = 16
+"""`max_tokens` of /v1/completions when it is not given (OpenAI); chat may use all the context."""
+NOT_YET = frozenset({
+    "response_format", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
+    "chat_template_kwargs", "reasoning_effort", "verbosity", "modalities", "audio", "prediction",
+    "web_search_options", "service_tier", "echo", "suffix", "best_of", "logprob_token_ids",
+    "prompt_logprobs", "guided_json", "structured_outputs", "min_logprob", "length_penalty",
+    "use_beam_search", "add_generation_prompt", "return_token_strs",
+})  # fmt: skip
+"""Fields of other servers that this one refuses; null is their default and passes."""
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Ids = Annotated[list[Count], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+ManyIds = Annotated[list[Ids], Field(fail_fast=True)]
+Prompt = str | Texts | Ids | ManyIds
+
+
+def _problem(field: str, message: str) -> PydanticCustomError:
+    # The message is a template to pydantic; its braces would be looked up.
+    safe = message.replace("{", "(").replace("}", ")")
+    return PydanticCustomError("bad_field", safe, {"field": field})
+
+
+class Fields(BaseModel):
+    """A body: strict types, and no name that is not known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, data: Any) -> Any:
+        """Stops at the first unknown name, and says it."""
+        if not isinstance(data, dict):
+            raise PydanticCustomError("not_an_object", "expected an object")
+        for name, value in data.items():
+            if name in cls.model_fields or (name in NOT_YET and value is None):
+                continue
+            shown = name[:80]
+            if name in NOT_YET:
+                raise _problem(shown, f"{shown} is not supported by this server")
+            raise _problem(shown, f"{shown} is not a field of this request")
+        return {k: v for k, v in data.items() if k in cls.model_fields}
+
+
+class Part(Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Fields):
+    """One message; what the model cannot be given (pictures, tool calls) is refused."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=256)] | None = None
+    name: str | None = None
+    # Clients send an earlier answer back as they got it, with these at null.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    reasoning_content: None = None
+
+    @field_validator("content", mode="wrap")
+    @classmethod
+    def _content(cls, value: Any, handler: Handler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as e:
+            raise _problem("messages", "content must be a text or a list of text parts") from e
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template wants it."""
+        if self.content is None and self.role != "assistant":
+            raise _problem("messages", f"a message of role {self.role} needs content")
+        parts = self.content if isinstance(self.content, list) else None
+        text = "".join(p.text for p in parts) if parts is not None else self.content or ""
+        message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": str(text),
+        }
+        return message | ({"name": self.name} if self.name is not None else {})
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+
+
+class Generation(Fields):
+    """What both kinds of completion have in common."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=256)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Labels without an effect.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @field_validator("stop", mode="wrap")
+    @classmethod
+    def _stop(cls, value: Any, handler: Handler) -> Any:
+        texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        if len(texts) <= MAX_STOPS and all(isinstance(t, str) and 0 < len(t) <= 512 for t in texts):
+            return handler(value)
+        expected = f"expected at most {MAX_STOPS} strings of 1 to 512 characters"
+        raise _problem("stop", expected)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key, bias in (value or {}).items():
+            if not re.fullmatch(r"[0-9]{1,9}", key) or not -100 <= bias <= 100:
+                raise _problem("logit_bias", "expected token ids with numbers from -100 to 100")
+        return value
+
+    @model_validator(mode="after")
+    def _stream_only(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _problem("stream_options", "stream_options needs stream: true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
+        """For the engine. Choice i of a seeded request has seed + i, so that they differ and each
+        can be had alone."""
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": {int(k): v for k, v in (self.logit_bias or {}).items()},
+            "min_tokens": self.min_tokens,
+            "seed": None if self.seed is None else (self.seed + choice) % 2**64,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+        }
+        known: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **known)
+
+
+class ChatRequest(Generation):
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _sense(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _problem("top_logprobs", "top_logprobs needs logprobs: true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise _problem("max_tokens", "max_tokens and max_completion_tokens differ: give one")
+        for message in self.messages:
+            message.plain()
+        return self
+
+    def sampling(self, room: int) -> list[SamplingParams]:
+        """One for each choice; without a limit a text may take the `room` the context leaves."""
+        limit = self.max_completion_tokens or self.max_tokens or room
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return [self.params(limit, logprobs, i) for i in range(self.choices)]
+
+
+class CompletionRequest(Generation):
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _prompt(cls, value: Any, handler: Handler) -> Any:
+        try:
+            found = handler(value)
+        except ValidationError as e:
+            expected = "expected a text, a list of texts, token ids or a list of lists of token ids"
+            raise _problem("prompt", expected) from e
+        if not found:
+            raise _problem("prompt", "prompt is empty")
+        return found
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[i for i in self.prompt if isinstance(i, int)]]
+        return [p for p in self.prompt if not isinstance(p, int)]
+
+    def sampling(self, room: int) -> list[SamplingParams]:
+        limit = self.max_tokens or COMPLETION_TOKENS
+        return [self.params(limit, self.logprobs, i) for i in range(self.choices)]
+
+
+class TokenizeRequest(Fields):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: (
+        Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)] | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise _problem("prompt", "give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise _problem("add_special_tokens", "add_special_tokens needs prompt")
+        for message in self.messages or ():
+            message.plain()
+        return self
+
+
+class DetokenizeRequest(Fields):
+    model: str | None = None
+    tokens: Ids
