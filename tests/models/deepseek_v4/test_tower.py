@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.errors import CheckpointError
 from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.target import Segment, pack
 from tests.models.deepseek_v4.tiny import (
@@ -225,3 +226,33 @@ def test_only_weights_that_can_matter_are_read() -> None:
     )
     ids = tokens(200)
     torch.testing.assert_close(run(ours, ids), expected(model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.hc_attn_fn",
+        "layers.1.attn.wq_a.weight",
+        "layers.1.attn.indexer.compressor.ape",
+        "layers.0.ffn.gate.tid2eid",
+        "layers.1.ffn.experts.3.w2.weight",
+        "head.weight",
+    ],
+)
+def test_tensors_of_a_wrong_shape_are_named(name: str) -> None:
+    """Kernels would read past their ends."""
+    config, weights = source(oracle((SWA, CSA)))
+    tensors = {n: weights.tensor(n) for n in weights.names()}
+    where = torch.device("cpu")
+    for damaged in (tensors[name][:-1], tensors[name] + 1000):
+        if damaged.shape == tensors[name].shape and damaged.dtype != torch.int64:
+            continue
+        with pytest.raises(CheckpointError, match=name):
+            DeepseekV4(
+                config,
+                DictSource({**tensors, name: damaged}),
+                dtype=torch.float32,
+                num_slots=1,
+                max_context=64,
+                device=where,
+            )

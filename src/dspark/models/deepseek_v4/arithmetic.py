@@ -18,11 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.errors import ConfigError, ResourceError
+from dspark.errors import CheckpointError, ConfigError, ResourceError
 from dspark.models.deepseek_v4 import kernels
 from dspark.models.int8 import PackedLinear, quantise
+from dspark.models.native import library
 from dspark.models.target import Linear
 from dspark.models.weights import BLOCK, WeightSource
+
+
+class Matrix:
+    """A floating-point matrix [O, I] with an optional bias [O]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.struct = library.Linear(weight.data_ptr(), 0, *weight.shape, 32, 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class Arithmetic:
@@ -75,14 +87,26 @@ class Arithmetic:
             rotate_(y, turns[:, None])
         return y.view(n, -1)
 
-    def vector(self, name: str) -> Tensor:
+    def checked(self, name: str, *shape: int) -> Tensor:
+        """A tensor as stored. Raises CheckpointError for another shape than the configuration's,
+        which kernels would otherwise read past its end."""
+        tensor = self.weights.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)}, the configuration says {shape}"
+            )
+        return tensor
+
+    def vector(self, name: str, *shape: int) -> Tensor:
         """A small tensor in fp32: norms, biases, gates."""
-        return self.weights.tensor(name).to(self.device, torch.float32).contiguous()
+        return self.checked(name, *shape).to(self.device, torch.float32).contiguous()
 
-    def matrix(self, name: str) -> Tensor:
-        return self.weights.tensor(name).to(self.device, self.dtype)
+    def matrix(self, name: str, *shape: int) -> Tensor:
+        return self.checked(name, *shape).to(self.device, self.dtype)
 
-    def linear(self, *parts: str | tuple[str, int, int]) -> Linear:
+    def linear(
+        self, *parts: str | tuple[str, int, int], shape: tuple[int, int]
+    ) -> Matrix | PackedLinear:
         """Matrices one above the other as one map [N, I] -> [N, O].
 
         A part is a name, or (name, i, n): the i-th of n equal slices of that matrix's rows.
@@ -91,9 +115,13 @@ class Arithmetic:
         for part in parts:
             name, i, n = (part, 0, 1) if isinstance(part, str) else part
             rows.append(self.weights.tensor(name).chunk(n)[i].to(self.device, self.dtype))
-        return self.map(torch.cat(rows))
+        whole = torch.cat(rows) if len({r.shape[1:] for r in rows}) == 1 else rows[0][:0]
+        if tuple(whole.shape) != shape:
+            found = ", ".join(f"{p} {tuple(r.shape)}" for p, r in zip(parts, rows, strict=True))
+            raise CheckpointError(f"{found}: the configuration says {shape} in all")
+        return self.map(whole)
 
-    def map(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def map(self, weight: Tensor, bias: Tensor | None = None) -> Matrix | PackedLinear:
         """A given weight [O, I] (and bias [O]) as a map in this arithmetic."""
         if self.integer:
             if weight.shape[1] % BLOCK:
@@ -104,17 +132,17 @@ class Arithmetic:
             return PackedLinear(quantise(weight.cpu()), bias)
         w = weight.to(self.device, self.dtype).contiguous()
         b = None if bias is None else bias.to(self.device, self.dtype)
-        return lambda x: F.linear(x.to(w.dtype), w, b)
+        return Matrix(w, b)
 
-    def grouped(self, name: str, groups: int) -> Linear:
+    def grouped(self, name: str, groups: int, shape: tuple[int, int]) -> Linear:
         """A block-diagonal map: weight [O, I / G], whose rows and inputs fall into G groups."""
         if self.integer:
-            blocks = self.weights.tensor(name).float().chunk(groups)
+            blocks = self.checked(name, *shape).float().chunk(groups)
             maps = [self.map(b) for b in blocks]
             return lambda x: torch.cat(
                 [m(part) for m, part in zip(maps, x.chunk(groups, -1), strict=True)], -1
             )
-        w = self.matrix(name)
+        w = self.matrix(name, *shape)
         w = w.view(groups, w.shape[0] // groups, -1).transpose(1, 2)  # [G, I / G, O / G]
         return lambda x: (
             torch.bmm(x.to(w.dtype).view(len(x), groups, -1).transpose(0, 1), w)

@@ -48,13 +48,16 @@ class Attention:
                 self.indexer = Indexer(c, maths, prefix + "indexer.", self.compressor)
                 inputs.append(prefix + "indexer.weights_proj.weight")
                 self._sizes.append(c.index_heads)
-        self.w_in = maths.linear(*inputs)
-        self.wq_b = maths.linear(prefix + "wq_b.weight")
-        self.wo_a = maths.grouped(prefix + "wo_a.weight", c.o_groups)
-        self.wo_b = maths.linear(prefix + "wo_b.weight")
-        self.q_norm = maths.vector(prefix + "q_norm.weight")
-        self.kv_norm = maths.vector(prefix + "kv_norm.weight")
-        self.sink_H = maths.vector(prefix + "attn_sink")
+        heads, ranks = c.num_heads * c.head_dim, c.o_groups * c.o_rank
+        self.w_in = maths.linear(*inputs, shape=(sum(self._sizes), c.hidden_size))
+        self.wq_b = maths.linear(prefix + "wq_b.weight", shape=(heads, c.q_rank))
+        self.wo_a = maths.grouped(
+            prefix + "wo_a.weight", c.o_groups, shape=(ranks, heads // c.o_groups)
+        )
+        self.wo_b = maths.linear(prefix + "wo_b.weight", shape=(c.hidden_size, ranks))
+        self.q_norm = maths.vector(prefix + "q_norm.weight", c.q_rank)
+        self.kv_norm = maths.vector(prefix + "kv_norm.weight", c.head_dim)
+        self.sink_H = maths.vector(prefix + "attn_sink", c.num_heads)
         # Queries are normed without a weight; the softmax scale goes there.
         self.scale_E = torch.full((c.head_dim,), c.head_dim**-0.5, device=maths.device)
         self.keys = maths.zeros(layout.num_slots * layout.stride(ratio) + 1, c.head_dim)
@@ -111,7 +114,9 @@ class Indexer:
         self, config: V4Config, maths: Arithmetic, prefix: str, compressor: Compressor
     ) -> None:
         self.heads, self.dim, self.topk = config.index_heads, config.index_dim, config.index_topk
-        self.wq_b = maths.linear(prefix + "wq_b.weight")
+        self.wq_b = maths.linear(
+            prefix + "wq_b.weight", shape=(self.heads * self.dim, config.q_rank)
+        )
         self.compressor, self._maths = compressor, maths
 
     def choose(self, native: Kernels, rows: Attend, rank: Tensor, w_NI: Tensor, p: Pass) -> Tensor:

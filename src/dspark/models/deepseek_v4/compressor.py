@@ -51,10 +51,10 @@ class Compressor:
         channels = config.head_dim + (config.index_dim if self.indexed else 0)
         self.input_size = 2 * channels * self.series
         # [span, W]: the bias of the first series for the window before, of the last for this one.
-        self.bias = torch.cat(
-            [torch.cat(maths.vector(n + "ape").chunk(self.series, -1)) for n in names], -1
-        )
-        self.norms = [maths.vector(n + "norm.weight") for n in names]
+        sizes = dict(zip(names, (config.head_dim, config.index_dim), strict=False))
+        biases = [maths.vector(n + "ape", ratio, self.series * size) for n, size in sizes.items()]
+        self.bias = torch.cat([torch.cat(b.chunk(self.series, -1)) for b in biases], -1)
+        self.norms = [maths.vector(n + "norm.weight", size) for n, size in sizes.items()]
         rows = layout.num_slots * layout.input_ring(ratio)
         self.inputs = maths.zeros(rows + 1, self.input_size, dtype=torch.float32)
         # Before the beginning of a text: no value, and a gate that lets nothing through.

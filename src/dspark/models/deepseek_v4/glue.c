@@ -279,3 +279,67 @@ void v4_swiglu(const float *x, int64_t n, int64_t size, float limit, const float
         }
     }
 }
+
+typedef struct {
+    const void *data; /* packed for the integer kernels, or [out, in] fp32 */
+    const float *bias;
+    int32_t out, in, bits, pad;
+} Linear;
+
+/* The integer kernels' product, and here the same for fp32: a row reads the matrix once for all. */
+typedef void Product(const Linear *, const float *, int32_t, float *, int8_t *, float *, float *, int32_t);
+
+void v4_linear(const Linear *w, const float *x, int32_t n, float *y, int8_t *q, float *q_scale,
+               float *q_sum, int32_t threads) {
+    (void)q, (void)q_scale, (void)q_sum;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t o = 0; o < w->out; o++)
+        for (int64_t r = 0; r < n; r++)
+            y[r * w->out + o] = dot((const float *)w->data + o * w->in, x + r * w->in, w->in);
+}
+
+typedef struct {
+    const float *gate, *bias;              /* [experts, hidden]; [experts] or NULL */
+    const Linear *const *inner, *const *outer; /* [experts + 1], the shared one last */
+    Product *product;
+    int64_t experts, hidden, size, k;
+    float scale, limit;
+} Experts;
+
+/* All experts of a layer: y [n, hidden]. A row's sum runs over the shared expert and then its own in
+ * rising order, so it does not depend on its neighbours. */
+void v4_experts(const Experts *m, const float *x, int64_t n, const int64_t *chosen, float *y,
+                int32_t threads) {
+    const int64_t d = m->hidden, s = m->size, k = m->k, wide = d > s ? d : s;
+    int64_t *ids = malloc(2 * n * k * sizeof *ids), *rows = ids + n * k;
+    float *f = malloc((n * k + n * (3 * s + 2 * d + wide / 16 + 3)) * sizeof *f), *weights = f;
+    float *own = f + n * k, *in = own + n, *h = in + n * d, *g = h + n * s, *out = g + 2 * n * s;
+    float *q_scale = out + n * d, *q_sum = q_scale + n * (wide / 32 + 1);
+    int8_t *q = malloc(n * wide);
+    v4_route(x, n, d, m->gate, m->experts, m->bias, chosen, k, m->scale, ids, weights);
+    m->product(m->inner[m->experts], x, n, g, q, q_scale, q_sum, threads);
+    v4_swiglu(g, n, s, m->limit, NULL, h);
+    m->product(m->outer[m->experts], h, n, y, q, q_scale, q_sum, threads);
+    for (int64_t e = 0; e < m->experts; e++) {
+        int64_t count = 0;
+        for (int64_t i = 0; i < n * k; i++) {
+            if (ids[i] != e) continue;
+            if (count && rows[count - 1] == i / k) { /* a table may name an expert twice */
+                own[count - 1] += weights[i];
+                continue;
+            }
+            rows[count] = i / k;
+            own[count] = weights[i];
+            memcpy(in + count++ * d, x + i / k * d, d * sizeof *in);
+        }
+        if (!count) continue;
+        m->product(m->inner[e], in, count, g, q, q_scale, q_sum, threads);
+        v4_swiglu(g, count, s, m->limit, own, h);
+        m->product(m->outer[e], h, count, out, q, q_scale, q_sum, threads);
+        for (int64_t c = 0; c < count; c++)
+            for (int64_t i = 0; i < d; i++) y[rows[c] * d + i] += out[c * d + i];
+    }
+    free(ids);
+    free(f);
+    free(q);
+}

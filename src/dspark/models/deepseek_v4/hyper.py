@@ -39,11 +39,12 @@ class HyperConnection:
         s = self.streams = config.streams
         self.eps, self.norm_eps = config.hc_eps, config.norm_eps
         self.rounds = config.sinkhorn_iterations
-        self.fn_M_SD = maths.vector(prefix + "_fn")
-        self.base_M = maths.vector(prefix + "_base")
+        d, m = config.hidden_size, s * (s + 2)
+        self.fn_M_SD = maths.vector(prefix + "_fn", m, s * d)
+        self.base_M = maths.vector(prefix + "_base", m)
         sizes = torch.tensor([s, s, s * s], device=maths.device)
-        self.scale_M = maths.vector(prefix + "_scale").repeat_interleave(sizes)
-        self.norm_D = maths.vector(norm)
+        self.scale_M = maths.vector(prefix + "_scale", 3).repeat_interleave(sizes)
+        self.norm_D = maths.vector(norm, d)
         one, eye = torch.ones(s, s, device=maths.device), torch.eye(s, device=maths.device)
         self._row_sums = torch.kron(eye, one)  # entry (j, k) receives the sum of row j
         self._column_sums = torch.kron(one, eye)
@@ -87,10 +88,11 @@ class HyperHead:
 
     def __init__(self, config: V4Config, maths: Arithmetic, prefix: str = "") -> None:
         self.eps, self.norm_eps = config.hc_eps, config.norm_eps
-        self.fn_S_SD = maths.vector(prefix + "hc_head_fn")
-        self.base_S = maths.vector(prefix + "hc_head_base")
-        self.scale_S = maths.vector(prefix + "hc_head_scale").repeat(config.streams)
-        self.norm_D = maths.vector(prefix + "norm.weight")
+        s, d = config.streams, config.hidden_size
+        self.fn_S_SD = maths.vector(prefix + "hc_head_fn", s, s * d)
+        self.base_S = maths.vector(prefix + "hc_head_base", s)
+        self.scale_S = maths.vector(prefix + "hc_head_scale", 1).repeat(s)
+        self.norm_D = maths.vector(prefix + "norm.weight", d)
         self._maths = maths
         self._struct = Hyper(
             *(x.data_ptr() for x in (self.fn_S_SD, self.base_S, self.scale_S, self.norm_D)),

@@ -48,6 +48,15 @@ class Attend(Structure):
                 ("chosen", c_void_p), ("entries", c_int64))  # fmt: skip
 
 
+class Experts(Structure):
+    """The experts of one layer, as in glue.c."""
+
+    _fields_ = (("gate", c_void_p), ("bias", c_void_p), ("inner", c_void_p), ("outer", c_void_p),
+                ("product", c_void_p), ("experts", c_int64), ("hidden", c_int64),
+                ("size", c_int64), ("k", c_int64), ("scale", c_float),
+                ("limit", c_float))  # fmt: skip
+
+
 class Kernels:
     """The functions of glue.c. Tensors are contiguous fp32 (ids int64) unless said otherwise."""
 
@@ -61,6 +70,12 @@ class Kernels:
         self._pool = _typed(lib.v4_pool, p, p, n, n, n, p, p, i)
         self._route = _typed(lib.v4_route, p, n, n, p, n, p, p, n, f, p, p)
         self._swiglu = _typed(lib.v4_swiglu, p, n, n, f, p, p)
+        self._experts = _typed(lib.v4_experts, POINTER(Experts), p, n, p, p, i)
+        self.products = {
+            32: ctypes.cast(lib.v4_linear, p).value,
+            8: ctypes.cast(library.load().dspark_linear, p).value,
+        }
+        """Addresses of the products by the bits of their matrices."""
 
     def enter(
         self, hyper: Hyper, x_NSD: Tensor, raw: bool = False
@@ -164,6 +179,15 @@ class Kernels:
         n, size = x.shape[0], x.shape[1] // 2
         out = torch.empty(n, size)
         self._swiglu(x.data_ptr(), n, size, limit, _pointer(weights), out.data_ptr())
+        return out
+
+    def experts(self, experts: Experts, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """x [N, D] -> [N, D]; chosen [N, K] experts from a table."""
+        out = torch.empty_like(x)
+        self._experts(
+            byref(experts), x.data_ptr(), len(x), _pointer(chosen), out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
 

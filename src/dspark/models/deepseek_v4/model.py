@@ -92,7 +92,8 @@ class DeepseekV4:
         self.maths = Arithmetic(weights, dtype, device, config.norm_eps)
         self.layout = Layout(config.window, num_slots, max_context, max_block)
         self.rotations = Rotations(config, max_context, device)
-        self.embed_VD = self.maths.matrix("embed.weight")
+        table = config.vocab_size, config.hidden_size
+        self.embed_VD = self.maths.matrix("embed.weight", *table)
         self.layers = [
             Layer(
                 config,
@@ -105,7 +106,7 @@ class DeepseekV4:
             for i, ratio in enumerate(config.ratios)
         ]
         self.collapse = HyperHead(config, self.maths)
-        self.head = self.maths.linear("head.weight")
+        self.head = self.maths.linear("head.weight", shape=table)
         self._written = [0] * num_slots
         """One more than the highest position that each slot's sequence has written."""
 

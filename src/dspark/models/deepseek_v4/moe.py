@@ -10,14 +10,18 @@ Shape suffixes: N tokens, D hidden size, K experts a token, P = N * K pairs, I i
 
 from __future__ import annotations
 
+import ctypes
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dspark.models.deepseek_v4.arithmetic import Arithmetic
+from dspark.errors import CheckpointError
+from dspark.models.deepseek_v4.arithmetic import Arithmetic, Matrix
 from dspark.models.deepseek_v4.config import V4Config
+from dspark.models.deepseek_v4.kernels import Experts
+from dspark.models.int8 import PackedLinear
 
 
 class MoE:
@@ -27,21 +31,47 @@ class MoE:
         self.top_k, self.scale = config.experts_per_token, config.routed_scale
         self.limit, self.device = config.swiglu_limit, maths.device
         self._maths = maths
-        self.gate = maths.vector(prefix + "gate.weight")
+        c = config
+        self.gate = maths.vector(prefix + "gate.weight", c.num_experts, c.hidden_size)
         self.table: Tensor | None = None
         self.bias: Tensor | None = None
         if hashed:
-            self.table = maths.weights.tensor(prefix + "gate.tid2eid").to(maths.device, torch.int64)
+            name = prefix + "gate.tid2eid"
+            table = maths.checked(name, c.vocab_size, c.experts_per_token)
+            self.table = table.to(maths.device, torch.int64)
+            if int(self.table.min()) < 0 or int(self.table.max()) >= c.num_experts:
+                raise CheckpointError(f"{name} names experts outside 0..{c.num_experts - 1}")
         else:
-            self.bias = maths.vector(prefix + "gate.bias")
+            self.bias = maths.vector(prefix + "gate.bias", c.num_experts)
 
-        self.shared_in = maths.linear(
-            prefix + "shared_experts.w1.weight", prefix + "shared_experts.w3.weight"
-        )
-        self.shared_out = maths.linear(prefix + "shared_experts.w2.weight")
-        names = [f"{prefix}experts.{e}." for e in range(config.num_experts)]
-        self.inner = [maths.linear(n + "w1.weight", n + "w3.weight") for n in names]
-        self.outer = [maths.linear(n + "w2.weight") for n in names]
+        def expert(p: str) -> tuple[Matrix | PackedLinear, Matrix | PackedLinear]:
+            wide = maths.linear(
+                p + "w1.weight", p + "w3.weight", shape=(2 * c.expert_size, c.hidden_size)
+            )
+            return wide, maths.linear(p + "w2.weight", shape=(c.hidden_size, c.expert_size))
+
+        self.shared_in, self.shared_out = expert(prefix + "shared_experts.")
+        routed = [expert(f"{prefix}experts.{e}.") for e in range(c.num_experts)]
+        self.inner, self.outer = [i for i, _ in routed], [o for _, o in routed]
+        self._struct = self._lay_out(config) if maths.dtype == torch.float32 else None
+
+    def _lay_out(self, config: V4Config) -> Experts | None:
+        """All of this for the kernels, which compute a layer's experts in one call."""
+        kernels = self._maths.kernels
+        if kernels is None:
+            return None
+        pointers = ctypes.c_void_p * (config.num_experts + 1)
+
+        def table(maps: list[Matrix | PackedLinear]) -> ctypes.Array[ctypes.c_void_p]:
+            return pointers(*(ctypes.addressof(m.struct) for m in maps))
+
+        self._tables = table([*self.inner, self.shared_in]), table([*self.outer, self.shared_out])
+        return Experts(
+            self.gate.data_ptr(), None if self.bias is None else self.bias.data_ptr(),
+            *(ctypes.addressof(t) for t in self._tables),
+            kernels.products[self.shared_in.struct.bits], config.num_experts,
+            config.hidden_size, config.expert_size, self.top_k, self.scale, self.limit,
+        )  # fmt: skip
 
     def route(self, x_ND: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
         """Which experts a token visits [N, K], and with what weight [N, K]."""
@@ -60,6 +90,11 @@ class MoE:
 
     def __call__(self, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
         """x [N, D] fp32 -> [N, D] fp32."""
+        kernels = self._maths.native(len(x_ND))
+        few = self._maths.integer or len(x_ND) <= 8
+        if kernels is not None and self._struct is not None and few:
+            chosen = None if self.table is None else self.table.index_select(0, tokens_N)
+            return kernels.experts(self._struct, x_ND, chosen)
         ids_NK, w_NK = self.route(x_ND, tokens_N)
         pairs: dict[int, list[int]] = {}
         for pair, expert in enumerate(ids_NK.flatten().tolist()):
