@@ -22,7 +22,6 @@ from dspark.errors import CheckpointError, ConfigError, ResourceError
 from dspark.models.deepseek_v4 import kernels
 from dspark.models.int8 import PackedLinear, quantise
 from dspark.models.native import library
-from dspark.models.target import Linear
 from dspark.models.weights import BLOCK, WeightSource
 
 
@@ -35,6 +34,24 @@ class Matrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class Grouped:
+    """A block-diagonal matrix: every group of rows and inputs for itself."""
+
+    def __init__(self, weight: Tensor, maps: list[Matrix | PackedLinear]) -> None:
+        self.maps = maps
+        """One for each group; on floating-point matrices they share the weight's memory."""
+        blocks = weight.view(len(maps), -1, weight.shape[1]).transpose(1, 2)  # [G, I / G, O / G]
+        self._blocks = blocks if isinstance(maps[0], Matrix) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        n, groups = len(x), len(self.maps)
+        if self._blocks is None:
+            parts = zip(self.maps, x.chunk(groups, -1), strict=True)
+            return torch.cat([m(part) for m, part in parts], -1)
+        x = x.to(self._blocks.dtype).view(n, groups, -1).transpose(0, 1)
+        return torch.bmm(x, self._blocks).transpose(0, 1).reshape(n, -1)
 
 
 class Arithmetic:
@@ -97,6 +114,11 @@ class Arithmetic:
             )
         return tensor
 
+    def products(self, rows: int) -> kernels.Kernels | None:
+        """The same for whole sublayers, products and all."""
+        few = self.dtype == torch.float32 and rows <= kernels.FEW_PRODUCTS
+        return self.kernels if self.integer or few else None
+
     def vector(self, name: str, *shape: int) -> Tensor:
         """A small tensor in fp32: norms, biases, gates."""
         return self.checked(name, *shape).to(self.device, torch.float32).contiguous()
@@ -134,21 +156,10 @@ class Arithmetic:
         b = None if bias is None else bias.to(self.device, self.dtype)
         return Matrix(w, b)
 
-    def grouped(self, name: str, groups: int, shape: tuple[int, int]) -> Linear:
+    def grouped(self, name: str, groups: int, shape: tuple[int, int]) -> Grouped:
         """A block-diagonal map: weight [O, I / G], whose rows and inputs fall into G groups."""
-        if self.integer:
-            blocks = self.checked(name, *shape).float().chunk(groups)
-            maps = [self.map(b) for b in blocks]
-            return lambda x: torch.cat(
-                [m(part) for m, part in zip(maps, x.chunk(groups, -1), strict=True)], -1
-            )
         w = self.matrix(name, *shape)
-        w = w.view(groups, w.shape[0] // groups, -1).transpose(1, 2)  # [G, I / G, O / G]
-        return lambda x: (
-            torch.bmm(x.to(w.dtype).view(len(x), groups, -1).transpose(0, 1), w)
-            .transpose(0, 1)
-            .reshape(len(x), -1)
-        )
+        return Grouped(w, [self.map(part) for part in w.chunk(groups)])
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A table of zeros. NumPy's are the operating system's: memory is taken when a row is

@@ -19,13 +19,15 @@ of the longest, K keys, T entries, I index heads, J index dimension.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
+from dspark.models.deepseek_v4 import kernels
 from dspark.models.deepseek_v4.arithmetic import Arithmetic, rotate_
 from dspark.models.deepseek_v4.compressor import Compressor, Part
-from dspark.models.deepseek_v4.config import V4Config
-from dspark.models.deepseek_v4.kernels import Attend, Kernels
+from dspark.models.deepseek_v4.config import V4Config, span
 from dspark.models.deepseek_v4.passes import Group, Keys, Layout, Pass
 
 
@@ -61,9 +63,36 @@ class Attention:
         # Queries are normed without a weight; the softmax scale goes there.
         self.scale_E = torch.full((c.head_dim,), c.head_dim**-0.5, device=maths.device)
         self.keys = maths.zeros(layout.num_slots * layout.stride(ratio) + 1, c.head_dim)
+        self._struct = self._lay_out(layout) if maths.dtype == torch.float32 else None
+
+    def _lay_out(self, layout: Layout) -> kernels.Attention | None:
+        """All of this for the kernels, which compute the sublayer in one call."""
+        native, c, o = self._maths.kernels, self.config, self.compressor
+        if native is None:
+            return None
+        maps = self.wo_a.maps
+        self._groups = (ctypes.c_void_p * len(maps))(*(ctypes.addressof(m.struct) for m in maps))
+        index_q = None if self.indexer is None else ctypes.addressof(self.indexer.wq_b.struct)
+        return kernels.Attention(
+            ctypes.addressof(self.w_in.struct), ctypes.addressof(self.wq_b.struct), index_q,
+            ctypes.addressof(self.wo_b.struct), ctypes.addressof(self._groups),
+            native.products[self.w_in.struct.bits], self.q_norm.data_ptr(),
+            self.scale_E.data_ptr(), self.kv_norm.data_ptr(), self.sink_H.data_ptr(),
+            *((None,) * 3 if o is None else (o.bias.data_ptr(), o.norms[0].data_ptr(),
+                                             o.norms[-1].data_ptr())),
+            self.keys.data_ptr(),
+            *((None,) * 2 if o is None else (o.inputs.data_ptr(), o.index_keys.data_ptr())),
+            c.hidden_size, c.q_rank, c.num_heads, c.head_dim, c.o_groups, c.o_rank,
+            c.rope_dim // 2, self.ratio, span(self.ratio), 0 if o is None else o.bias.shape[1],
+            c.index_heads, c.index_dim, c.index_topk, layout.ring, layout.stride(self.ratio),
+            layout.entries(self.ratio), c.norm_eps,
+        )  # fmt: skip
 
     def __call__(self, x_ND: Tensor, p: Pass) -> Tensor:
         """x [N, D] fp32 -> [N, D]; writes the rows' state."""
+        native = self._maths.products(len(x_ND))
+        if native is not None and self._struct is not None:
+            return native.attention(self._struct, p.rows(self.ratio), x_ND)
         c, turns = self.config, p.turns(self.ratio)
         rank, kv_NE, *rest = torch.split(self.w_in(x_ND), self._sizes, -1)
         norm = self._maths.norm_rotate
@@ -73,14 +102,6 @@ class Attention:
         self.keys.index_copy_(0, p.key_rows(self.ratio), kv_NE.to(self.dtype))
         if self.compressor is not None:
             self.compressor(rest[0], self.keys, p)
-        choose = self.indexer is not None and p.entries(self.ratio) > c.index_topk
-        native = self._maths.native(len(x_ND)) if self.dtype == torch.float32 else None
-        if native is not None:
-            rows, chosen = p.attend(self.ratio), None
-            if self.indexer is not None and choose:
-                chosen = self.indexer.choose(native, rows, rank, rest[1], p)
-            attended = native.attend(rows, q_NHE, self.keys, self.sink_H, turns, chosen)
-            return self.wo_b(self.wo_a(attended))
         q_NHE = q_NHE.to(self.dtype).view(-1, c.num_heads, c.head_dim)
         out: list[Tensor] = []
         for g in p.groups:
@@ -118,15 +139,6 @@ class Indexer:
             prefix + "wq_b.weight", shape=(self.heads * self.dim, config.q_rank)
         )
         self.compressor, self._maths = compressor, maths
-
-    def choose(self, native: Kernels, rows: Attend, rank: Tensor, w_NI: Tensor, p: Pass) -> Tensor:
-        """[N, T]: which entries each row reads; those that are not closed for it do not matter."""
-        ratio = self.compressor.ratio
-        turns, entries = p.turns(ratio), p.layout.entries(ratio)
-        q = self._maths.norm_rotate(self.wq_b(rank), None, turns, self.heads, norm=False)
-        keys = self.compressor.index_keys
-        scores = native.index(rows, self.heads, entries, q, w_NI, keys, p.entries(ratio))
-        return best(scores, self.topk)
 
     def mask(self, rank: Tensor, w_NI: Tensor, turns: Tensor, g: Group, keys: Keys) -> Tensor:
         """The group's mask with the entries that were not chosen hidden, too: [S, L, 1, K]."""

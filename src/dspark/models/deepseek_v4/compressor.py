@@ -70,10 +70,6 @@ class Compressor:
         if c is None:
             return
         table = self.inputs.view(-1, self.input_size // self.series)
-        kernels = self._maths.native(len(inputs))
-        if kernels is not None:
-            self._write(keys, c, kernels.pool(table, c.inputs, self.bias))
-            return
         pool = table.index_select(0, c.inputs).view(-1, span(self.ratio), table.shape[1])
         value_CSW, gate_CSW = pool.chunk(2, -1)
         entry_CW = ((gate_CSW + self.bias).softmax(1) * value_CSW).sum(1)

@@ -150,95 +150,27 @@ void v4_norm_rotate(const float *x, int64_t stride, int64_t n, int64_t heads, in
         }
 }
 
-/* ---- attention -------------------------------------------------------------------------------- */
+/* ---- products ----------------------------------------------------------------------------------- */
 
 typedef struct {
-    const int64_t *slot, *position, *first, *last; /* [n]; a row reads positions first .. last */
-    int64_t n, heads, dim, ring, stride, ratio, pairs;
-    const uint8_t *chosen;          /* [n, entries] or NULL: all that are closed */
-    int64_t entries;
-} Attend;
+    const void *data; /* packed for the integer kernels, or [out, in] fp32 */
+    const float *bias;
+    int32_t out, in, bits, pad;
+} Linear;
 
-/* Window, closed (and chosen) entries and the sink, then the rotation back. q is scaled already. */
-void v4_attend(const Attend *a, const float *q, const float *keys, const float *sink, const float *turns,
-               float *out, int32_t threads) {
-    const int64_t dim = a->dim;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        int64_t room = 0;
-        float *score = NULL;
-        const float **key = NULL;
-#pragma omp for collapse(2)
-        for (int64_t r = 0; r < a->n; r++)
-            for (int64_t h = 0; h < a->heads; h++) {
-                const int64_t p = a->position[r], closed = a->ratio ? (p + 1) / a->ratio : 0;
-                const int64_t first = a->first[r], last = a->last[r];
-                const float *slot = keys + a->slot[r] * a->stride * dim, *qh = q + (r * a->heads + h) * dim;
-                if (last + 1 - first + closed > room) {
-                    room = last + 65 - first + closed;
-                    score = realloc(score, room * sizeof *score);
-                    key = realloc(key, room * sizeof *key);
-                }
-                int64_t count = 0;
-                for (int64_t i = first; i <= last; i++) key[count++] = slot + i % a->ring * dim;
-                for (int64_t j = 0; j < closed; j++)
-                    if (!a->chosen || a->chosen[r * a->entries + j])
-                        key[count++] = slot + (a->ring + j) * dim;
-                float top = sink[h], *o = out + (r * a->heads + h) * dim;
-                for (int64_t i = 0; i < count; i++) top = fmaxf(top, score[i] = dot(qh, key[i], dim));
-                float sum = expf(sink[h] - top);
-                for (int64_t i = 0; i < count; i++) sum += score[i] = expf(score[i] - top);
-                memset(o, 0, dim * sizeof *o);
-                for (int64_t i = 0; i < count; i++)
-                    for (int64_t e = 0; e < dim; e++) o[e] += score[i] * key[i][e];
-                for (int64_t e = 0; e < dim; e++) o[e] /= sum;
-                rotate(o + dim - 2 * a->pairs, turns + r * 2 * a->pairs, a->pairs, -1);
-            }
-        free(score);
-        free(key);
-    }
+/* The integer kernels' product, and here the same for fp32: a row reads the matrix once for all. */
+typedef void Product(const Linear *, const float *, int32_t, float *, int8_t *, float *, float *, int32_t);
+
+void v4_linear(const Linear *w, const float *x, int32_t n, float *y, int8_t *q, float *q_scale,
+               float *q_sum, int32_t threads) {
+    (void)q, (void)q_scale, (void)q_sum;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t o = 0; o < w->out; o++)
+        for (int64_t r = 0; r < n; r++)
+            y[r * w->out + o] = dot((const float *)w->data + o * w->in, x + r * w->in, w->in);
 }
 
-/* Scores of the indexer [n, entries]: sum over heads of w * relu(q . k); minus infinity where the
- * entry is not closed for the row. keys: [slots, entries of a slot, dim]. */
-void v4_index(const int64_t *slot, const int64_t *position, int64_t n, int64_t heads, int64_t dim,
-              int64_t ratio, int64_t slot_entries, const float *q, const float *w, int64_t w_stride,
-              float scale, const float *keys, int64_t entries, float *out, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t t = 0; t < entries; t++) {
-            float sum = 0;
-            if (t >= (position[r] + 1) / ratio) {
-                out[r * entries + t] = -INFINITY;
-                continue;
-            }
-            const float *key = keys + (slot[r] * slot_entries + t) * dim;
-            for (int64_t h = 0; h < heads; h++) {
-                const float s = dot(q + (r * heads + h) * dim, key, dim);
-                if (s > 0) sum += w[r * w_stride + h] * scale * s;
-            }
-            out[r * entries + t] = sum;
-        }
-}
-
-/* Entries pooled channel by channel: inputs [.., 2 * width] (values, gates), rows [n, span]. */
-void v4_pool(const float *inputs, const int64_t *rows, int64_t n, int64_t span, int64_t width,
-             const float *bias, float *out, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t c = 0; c < width; c++) {
-            float top = -INFINITY, sum = 0, total = 0;
-            for (int64_t i = 0; i < span; i++)
-                top = fmaxf(top, inputs[rows[r * span + i] * 2 * width + width + c] + bias[i * width + c]);
-            for (int64_t i = 0; i < span; i++) {
-                const float *in = inputs + rows[r * span + i] * 2 * width;
-                const float weight = expf(in[width + c] + bias[i * width + c] - top);
-                sum += weight;
-                total += weight * in[c];
-            }
-            out[r * width + c] = total / sum;
-        }
-}
+#include "attention.h"
 
 /* ---- experts ---------------------------------------------------------------------------------- */
 
@@ -278,24 +210,6 @@ void v4_swiglu(const float *x, int64_t n, int64_t size, float limit, const float
             y[r * size + i] = a * sigmoid(a) * b * w;
         }
     }
-}
-
-typedef struct {
-    const void *data; /* packed for the integer kernels, or [out, in] fp32 */
-    const float *bias;
-    int32_t out, in, bits, pad;
-} Linear;
-
-/* The integer kernels' product, and here the same for fp32: a row reads the matrix once for all. */
-typedef void Product(const Linear *, const float *, int32_t, float *, int8_t *, float *, float *, int32_t);
-
-void v4_linear(const Linear *w, const float *x, int32_t n, float *y, int8_t *q, float *q_scale,
-               float *q_sum, int32_t threads) {
-    (void)q, (void)q_scale, (void)q_sum;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t o = 0; o < w->out; o++)
-        for (int64_t r = 0; r < n; r++)
-            y[r * w->out + o] = dot((const float *)w->data + o * w->in, x + r * w->in, w->in);
 }
 
 typedef struct {

@@ -29,6 +29,8 @@ from dspark.models.native import library
 
 FEW = 64
 """Rows up to which a call here beats PyTorch's operations; beyond, their matrix products win."""
+FEW_PRODUCTS = 8
+"""The same for calls that hold fp32 products."""
 
 
 class Hyper(Structure):
@@ -39,13 +41,32 @@ class Hyper(Structure):
                 ("norm_eps", c_float))  # fmt: skip
 
 
-class Attend(Structure):
-    """Rows and sizes of one attention, as in glue.c."""
+class Attention(Structure):
+    """One layer's attention: weights, tables, sizes; as in attention.h."""
 
-    _fields_ = (("slot", c_void_p), ("position", c_void_p), ("first", c_void_p),
-                ("last", c_void_p), ("n", c_int64), ("heads", c_int64), ("dim", c_int64),
-                ("ring", c_int64), ("stride", c_int64), ("ratio", c_int64), ("pairs", c_int64),
-                ("chosen", c_void_p), ("entries", c_int64))  # fmt: skip
+    _fields_ = (
+        *((n, c_void_p) for n in (
+            "in_", "q", "index_q", "out", "groups", "product", "rank_norm", "q_norm", "kv_norm",
+            "sink", "bias", "entry_norm", "index_norm", "keys", "inputs", "index_keys",
+        )),
+        *((n, c_int64) for n in (
+            "hidden", "rank", "heads", "dim", "num_groups", "group_rank", "pairs", "ratio", "span",
+            "width", "index_heads", "index_dim", "topk", "ring", "stride", "slot_entries",
+        )),
+        ("eps", c_float),
+    )  # fmt: skip
+
+
+class Rows(Structure):
+    """The addresses of a pass in the layers of one ratio, as in attention.h."""
+
+    _fields_ = (
+        *((n, c_int64) for n in ("n", "closing", "entries")),
+        *((n, c_void_p) for n in (
+            "slot", "position", "first", "last", "key_rows", "input_rows", "turns", "pool_rows",
+            "entry_rows", "index_rows", "entry_turns",
+        )),
+    )  # fmt: skip
 
 
 class Experts(Structure):
@@ -65,9 +86,7 @@ class Kernels:
         self._enter = _typed(lib.v4_enter, POINTER(Hyper), p, n, p, p, p, i, i)
         self._leave = _typed(lib.v4_leave, p, p, p, p, n, n, n, p, i)
         self._norm_rotate = _typed(lib.v4_norm_rotate, p, n, n, n, n, p, f, p, n, p, i)
-        self._attend = _typed(lib.v4_attend, POINTER(Attend), p, p, p, p, p, i)
-        self._index = _typed(lib.v4_index, p, p, n, n, n, n, n, p, p, n, f, p, n, p, i)
-        self._pool = _typed(lib.v4_pool, p, p, n, n, n, p, p, i)
+        self._attention = _typed(lib.v4_attention, POINTER(Attention), POINTER(Rows), p, p, i)
         self._route = _typed(lib.v4_route, p, n, n, p, n, p, p, n, f, p, p)
         self._swiglu = _typed(lib.v4_swiglu, p, n, n, f, p, p)
         self._experts = _typed(lib.v4_experts, POINTER(Experts), p, n, p, p, i)
@@ -112,48 +131,12 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def attend(
-        self,
-        rows: Attend,
-        q: Tensor,
-        keys: Tensor,
-        sink: Tensor,
-        turns: Tensor,
-        chosen: Tensor | None,
-    ) -> Tensor:
-        """q [N, heads * dim] -> the same, rotated back; `chosen` [N, T] bool."""
-        out = torch.empty_like(q)
-        rows.chosen = _pointer(chosen)
-        rows.entries = 0 if chosen is None else chosen.shape[1]
-        self._attend(
-            byref(rows), q.data_ptr(), keys.data_ptr(), sink.data_ptr(), turns.data_ptr(),
-            out.data_ptr(), _threads(len(q)),
-        )  # fmt: skip
-        return out
-
-    def index(
-        self, rows: Attend, heads: int, slot_entries: int, q: Tensor, w: Tensor, keys: Tensor,
-        entries: int,
-    ) -> Tensor:  # fmt: skip
-        """Scores [N, entries] of the indexer; w [N, heads] with rows at any stride."""
-        n, dim = len(q), q.shape[1] // heads
-        out = torch.empty(n, entries)
-        self._index(
-            rows.slot, rows.position, n, heads, dim, rows.ratio, slot_entries, q.data_ptr(),
-            w.data_ptr(), w.stride(0), (dim * heads) ** -0.5, keys.data_ptr(), entries,
-            out.data_ptr(), _threads(n),
-        )  # fmt: skip
-        return out
-
-    def pool(self, inputs: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-        """inputs [.., 2 * W], rows [C * span], bias [span, W] -> [C, W]."""
-        span, width = bias.shape
-        n = len(rows) // span
-        out = torch.empty(n, width)
-        self._pool(
-            inputs.data_ptr(), rows.data_ptr(), n, span, width, bias.data_ptr(), out.data_ptr(),
-            _threads(n),
-        )  # fmt: skip
+    def attention(self, layer: Attention, rows: Rows, x: Tensor) -> Tensor:
+        """x [N, D] -> [N, D]; writes the rows' state."""
+        out = torch.empty_like(x)
+        self._attention(
+            byref(layer), byref(rows), x.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        )
         return out
 
     def route(
@@ -210,16 +193,18 @@ def load() -> Kernels:
     """Compiled if need be. Raises ResourceError without a working C compiler."""
     library.load()  # says in a line what is wrong with the compiler, if anything is
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "cc"
-    source = resources.files("dspark.models.deepseek_v4").joinpath("glue.c").read_bytes()
+    here = resources.files("dspark.models.deepseek_v4")
+    sources = {name: here.joinpath(name).read_bytes() for name in ("glue.c", "attention.h")}
     flags = [*library.FLAGS, *(["-fopenmp"] if library._torch_openmp() else [])]
     command = " ".join([compiler, *flags]).encode()
-    key = hashlib.sha256(b"\0".join((source, command, library._cpu_features())))
+    key = hashlib.sha256(b"\0".join((*sources.values(), command, library._cpu_features())))
     target = library.cache_dir() / f"v4-{key.hexdigest()[:16]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as tmp:
             c, o, so = (Path(tmp) / f"glue.{end}" for end in ("c", "o", "so"))
-            c.write_bytes(source)
+            for name, source in sources.items():
+                (Path(tmp) / name).write_bytes(source)
             _run([compiler, *flags, "-c", str(c), "-o", str(o)])
             _run([compiler, "-shared", str(o), "-o", str(so), "-lm"])
             so.replace(target)

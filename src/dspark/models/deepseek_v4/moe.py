@@ -90,9 +90,8 @@ class MoE:
 
     def __call__(self, x_ND: Tensor, tokens_N: Tensor) -> Tensor:
         """x [N, D] fp32 -> [N, D] fp32."""
-        kernels = self._maths.native(len(x_ND))
-        few = self._maths.integer or len(x_ND) <= 8
-        if kernels is not None and self._struct is not None and few:
+        kernels = self._maths.products(len(x_ND))
+        if kernels is not None and self._struct is not None:
             chosen = None if self.table is None else self.table.index_select(0, tokens_N)
             return kernels.experts(self._struct, x_ND, chosen)
         ids_NK, w_NK = self.route(x_ND, tokens_N)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from dspark.models.deepseek_v4.config import CSA_RATIO, V4Config, span
-from dspark.models.deepseek_v4.kernels import Attend
+from dspark.models.deepseek_v4.kernels import Rows
 from dspark.models.rope import inverse_frequencies
 from dspark.models.target import Batch
 
@@ -211,7 +211,7 @@ class Pass:
         self._turns: dict[bool, Tensor] = {}
         self._rows: dict[tuple[str, int], Tensor] = {}
         self._closing: dict[int, Closing | None] = {}
-        self._attend: dict[int, Attend] = {}
+        self._for_kernels: dict[int, Rows] = {}
         self._stacked: tuple[list[Group], Tensor | None] | None = None
 
     def tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
@@ -221,15 +221,22 @@ class Pass:
         """Compressed entries that the longest sequence has behind this pass."""
         return int((self.starts + self.lengths).max()) // ratio if ratio else 0
 
-    def attend(self, ratio: int) -> Attend:
-        """The same addresses for `Kernels.attend`, which needs no lists of rows."""
-        if ratio not in self._attend:
-            c, layout = self.config, self.layout
-            self._attend[ratio] = Attend(
-                *(x.data_ptr() for x in self._read), len(self._positions), c.num_heads, c.head_dim,
-                layout.ring, layout.stride(ratio), ratio, c.rope_dim // 2,
-            )  # fmt: skip
-        return self._attend[ratio]
+    def rows(self, ratio: int) -> Rows:
+        """The addresses for `Kernels.attention`, which needs no lists of keys."""
+        if ratio not in self._for_kernels:
+            closing = self.closing(ratio) if ratio else None
+            own = [self.key_rows(ratio), self.input_rows(ratio) if ratio else None]
+            own.append(self.turns(ratio))
+            ends: list[Tensor | None] = [None] * 4
+            if closing is not None:
+                ends = [closing.inputs, closing.key_rows, closing.index_rows, closing.turns]
+            self._for_kernels[ratio] = Rows(
+                len(self._positions),
+                0 if closing is None else len(closing.key_rows),
+                self.entries(ratio),
+                *(None if x is None else x.data_ptr() for x in (*self._read, *own, *ends)),
+            )
+        return self._for_kernels[ratio]
 
     def turns(self, ratio: int) -> Tensor:
         """[N, R / 2]: the rotation of every row."""
