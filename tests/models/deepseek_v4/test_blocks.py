@@ -33,10 +33,10 @@ def naive(a: Attention, model: DeepseekV4, x: Tensor, context: int) -> Tensor:
     return a.wo_b(a.wo_a(out.flatten(1)))
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("path", ["kernels", "torch"])
 @torch.inference_mode()
-def test_a_block_sees_all_of_itself_and_a_window(kernels: bool) -> None:
-    model = target(oracle((SWA,)), max_block=8, kernels=kernels)
+def test_a_block_sees_all_of_itself_and_a_window(path: str) -> None:
+    model = target(oracle((SWA,)), max_block=8, path=path)
     attention = model.layers[0].attention
     contexts, sizes = (0, 3, 30, 8), (5, 2, 5, 4)
     inputs = [torch.randn(c + n, 64) for c, n in zip(contexts, sizes, strict=True)]

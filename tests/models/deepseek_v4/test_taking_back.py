@@ -28,14 +28,14 @@ CASES = [(n, right) for n in range(1, 9) for right in range(n + 1)]
 """Every number of guesses with every number of them right: 44 sequences in one batch."""
 
 
-@pytest.mark.parametrize(("kind", "kernels"), [*((k, True) for k in KINDS), ("all", False)])
-def test_any_rejects_after_every_prefix(kind: str, kernels: bool) -> None:
+@pytest.mark.parametrize(("kind", "path"), [*((k, "kernels") for k in KINDS), ("all", "torch")])
+def test_any_rejects_after_every_prefix(kind: str, path: str) -> None:
     """At each prefix length, every case verifies its guesses, accepts its own number of them and
     goes on with a block of one to nine tokens; the logits are those of never having guessed."""
     model = oracle(KINDS[kind])
     ids = tokens(LONGEST + 20)
     wanted = expected(model, ids)
-    ours = target(model, num_slots=len(CASES), max_block=20, max_context=128, kernels=kernels)
+    ours = target(model, num_slots=len(CASES), max_block=20, max_context=128, path=path)
     slots = range(len(CASES))
     junk = tokens(8, seed=5)
     ours.forward(pack([Segment(s, 0, ids[:1], 0) for s in slots]))
@@ -55,13 +55,13 @@ def test_any_rejects_after_every_prefix(kind: str, kernels: bool) -> None:
         # For the next prefix all are taken back to the anchor, further than any engine would.
 
 
-@pytest.mark.parametrize("window", [8, 64])
-def test_a_walk_on_the_tightest_ring(window: int) -> None:
+@pytest.mark.parametrize(("window", "path"), [(8, "kernels"), (64, "kernels"), (8, "torch")])
+def test_a_walk_on_the_tightest_ring(window: int, path: str) -> None:
     """Rounds of eight guesses and random accepts, where a block fills all room the ring has."""
     model = oracle(sliding_window=window)
     ids = tokens(260)
     wanted = expected(model, ids)
-    ours = target(model, num_slots=3, max_block=8)
+    ours = target(model, num_slots=3, max_block=8, path=path)
     rng = random.Random(window)
     at = [0, 0, 0]
     for _ in range(50):

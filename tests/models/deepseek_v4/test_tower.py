@@ -54,16 +54,18 @@ class Pair:
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
-PATHS = [*((name, True) for name in MODELS), *((name, False) for name in list(MODELS)[:2])]
+PATHS = [
+    *((name, "mixed") for name in list(MODELS)[2:]),
+    *((name, path) for name in list(MODELS)[:2] for path in ("kernels", "torch", "mixed")),
+]
 
 
-@pytest.fixture(params=PATHS, ids=lambda p: p[0] + ("" if p[1] else ", torch"), scope="module")
+@pytest.fixture(params=PATHS, ids=", ".join, scope="module")
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """On the kernels between products, and on PyTorch's operations alone."""
-    name, kernels = request.param
+    name, path = request.param
     model = oracle(**MODELS[name])
     ids = tokens(LENGTH)
-    return Pair(target(model, kernels=kernels), ids, expected(model, ids))
+    return Pair(target(model, path=path), ids, expected(model, ids))
 
 
 def test_full_pass(pair: Pair) -> None:
