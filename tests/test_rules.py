@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, str] = {
     "tokenizer": "errors types",
     "schedule": "errors types",
     # machinery: models < drafters < engine < llm
-    "models": "errors types tokenizer",
+    "models": "errors types deepseek_v4_chat tokenizer",
     "drafters": "errors types sampling models",
     "engine": "errors types sampling verify schedule models drafters",
     "llm": "errors types sampling tokenizer schedule models drafters engine",

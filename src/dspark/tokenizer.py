@@ -2,7 +2,8 @@
 
 The tokenizer comes from the same place as the weights: `tokenizer.json` of a Hugging Face
 directory, or the vocabulary and merges in a GGUF file's metadata, put together with the
-`tokenizers` library. The chat template is the model's own Jinja text, run in a sandbox.
+`tokenizers` library. The chat template is the model's own Jinja text, run in a sandbox; a model
+without one may bring a function instead (`ChatEncoder`).
 
 Beyond encode and decode the engine needs the bytes of one token, because a stream decodes bytes,
 not tokens (`engine/stream.py`).
@@ -20,7 +21,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ _WORDS = {
     "llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS
 }  # fmt: skip
 
+ChatEncoder = Callable[..., str]
+"""messages, and options by keyword -> the prompt text, ready for the answer where one is due."""
+
 
 class Tokenizer:
     """A model's tokenizer with its chat template and end-of-text ids."""
@@ -51,13 +55,15 @@ class Tokenizer:
         add_bos: bool = False,
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        chat: ChatEncoder | None = None,
     ) -> None:
-        """`backend`: a `tokenizers.Tokenizer`; `special_tokens`: bos_token, ... for templates."""
+        """`backend`: a `tokenizers.Tokenizer`; `special_tokens`: bos_token, ... for templates;
+        `chat`: what writes conversations where there is no template."""
         self._backend = backend
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
         self._add_bos = add_bos
-        self._template = chat_template
+        self._template, self._chat = chat_template, chat
         self._special = dict(special_tokens or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
@@ -131,6 +137,11 @@ class Tokenizer:
         the template refuses the messages."""
         import jinja2
 
+        if self._template is None and self._chat is not None:
+            try:
+                return self._chat(messages, **variables)
+            except TypeError as e:
+                raise InvalidRequestError(f"the chat format refused an option: {e}") from e
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template: pass the prompt as raw text (--raw)"
@@ -158,8 +169,8 @@ class Tokenizer:
     # -- where it comes from -------------------------------------------------------------------
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Tokenizer:
-        """From a Hugging Face directory. Raises CheckpointError."""
+    def from_directory(cls, directory: Path, chat: ChatEncoder | None = None) -> Tokenizer:
+        """From a Hugging Face directory; `chat` as in `Tokenizer`. Raises CheckpointError."""
         from tokenizers import Tokenizer as Backend
 
         path = directory / "tokenizer.json"
@@ -200,6 +211,7 @@ class Tokenizer:
             add_bos=bool(settings.get("add_bos_token", False)),
             chat_template=template,
             special_tokens=special,
+            chat=chat,
         )
 
     @classmethod

@@ -128,7 +128,7 @@ def _target_tensors(
     from dspark.models.loading import load_checkpoint
 
     target = load_checkpoint(model)
-    t = target.config
+    t = target.decoder_config
     c.check_target(t.vocab_size, t.hidden_size, t.num_layers, str(found.path))
     embedding = target.weights.tensor("model.embed_tokens.weight")
     head = embedding if t.tie_embeddings else target.weights.tensor("lm_head.weight")

