@@ -86,12 +86,14 @@ def test_single_steps(pair: Pair) -> None:
 
 
 def test_blocks_at_every_offset(pair: Pair) -> None:
-    """Sizes 1-9 in turn from every offset, so that each meets every boundary of a window."""
+    """Sizes 1-9 from every offset, so that each meets every boundary of a window."""
     run(pair.ours, pair.ids[:80])
-    for offset in range(80):
-        size = 1 + offset % 9
-        got = run(pair.ours, pair.ids[offset : offset + size], offset)
-        pair.check(got, offset, size)
+    for offset in range(72):
+        # On PyTorch alone one size an offset: it takes its time.
+        every = range(1, 10) if pair.ours.maths.kernels else (1 + offset % 9,)
+        for size in every:
+            got = run(pair.ours, pair.ids[offset : offset + size], offset)
+            pair.check(got, offset, size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 9, 16, 17, 63])
