@@ -89,6 +89,15 @@ def test_context_overflow(server: Running) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     long = [{"role": "user", "content": "a" * 300}]
     assert refused(server, CHAT, {"messages": long})["code"] == "context_length_exceeded"
+    # Far too long a text is not even tokenized.
+    huge = "a" * (32 * 256 + 1)
+    for path in (TEXT, "/v1/tokenize"):
+        error = refused(server, path, {"prompt": huge})
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        assert "characters" in error["message"]
+    for path in (CHAT, "/v1/tokenize"):
+        error = refused(server, path, {"messages": [{"role": "user", "content": huge}]})
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     with pytest.raises(openai.BadRequestError, match="context"):
         server.client.completions.create(model="tiny", prompt="a" * 256)
     full = server.post(TEXT, prompt="a" * 250, max_tokens=50, ignore_eos=True).json()
@@ -106,7 +115,22 @@ def test_unknown_model_and_path(server: Running) -> None:
         assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"[]", b"3", b'"x"', b"\xff\xfe", b"{}" * 9, b"null"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"",
+        b"[]",
+        b"3",
+        b'"x"',
+        b"\xff\xfe",
+        b"{}" * 9,
+        b"null",
+        b"[" * 10**5,
+        b"9" * 5000,
+        b'{"prompt": "a", "top_p": 1e999}',
+    ],
+)
 def test_a_body_that_is_no_object(server: Running, body: bytes) -> None:
     for headers in ({"content-type": "application/json"}, {}):
         answer = server.http.post(TEXT, content=body, headers=headers)

@@ -37,6 +37,9 @@ from dspark.server.sse import EventStream
 from dspark.server.worker import Done, Model, Worker
 
 log = logging.getLogger("dspark.server")
+MAX_CHARACTERS = 32
+"""Of a prompt, for each token the context holds. English has four or five; what has more than this
+is refused before it is tokenized, which takes a second for a few hundred thousand of them."""
 CLIENT_GONE = 499
 """Status of a response that nobody reads (nginx's number)."""
 
@@ -71,7 +74,8 @@ def create_app(load: Callable[[], Model], settings: Settings) -> FastAPI:
         yield
         reporter.cancel()
         worker.stop()
-        await asyncio.to_thread(worker.join, 10.0)
+        # A round ends soon; a model that still loads cannot be interrupted, and ends with us.
+        await asyncio.to_thread(worker.join, 10.0 if worker.model is not None else 0.2)
 
     app = FastAPI(
         title="dspark", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
@@ -123,6 +127,7 @@ class _Routes:
         arrived = time.perf_counter()
         model = self._model(body.model)
         messages = [m.plain() for m in body.messages]
+        _check_length(model, "messages", [sum(len(m["content"]) for m in messages)])
         ids = await asyncio.to_thread(model.encode_prompt, messages)
         return await self._generate(request, body, [ids], "messages", arrived)
 
@@ -134,6 +139,7 @@ class _Routes:
             raise ApiError(
                 400, f"prompt times n is more than {MAX_CHOICES} texts: split it", param="prompt"
             )
+        _check_length(model, "prompt", [len(p) for p in prompts if isinstance(p, str)])
         ids = await asyncio.to_thread(lambda: [_ids(model, p) for p in prompts])
         return await self._generate(request, body, ids, "prompt", arrived)
 
@@ -239,9 +245,11 @@ class _Routes:
         model = self._model(body.model)
         if body.messages is not None:
             prompt: Any = [m.plain() for m in body.messages]
+            _check_length(model, "messages", [sum(len(m["content"]) for m in prompt)])
             ids = await asyncio.to_thread(model.encode_prompt, prompt)
         else:
             special = body.add_special_tokens is not False
+            _check_length(model, "prompt", [len(body.prompt or "")])
             found = await asyncio.to_thread(
                 model.tokenizer.encode, body.prompt or "", add_special=special
             )
@@ -271,6 +279,20 @@ class _Routes:
     async def metrics(self) -> Response:
         page = self._metrics.page().decode()
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _check_length(model: Model, param: str, lengths: Sequence[int]) -> None:
+    """Refuse texts that no context of this size can hold. Raises ApiError."""
+    context = model.engine.target.max_context
+    longest = max(lengths, default=0)
+    if longest > MAX_CHARACTERS * context:
+        raise ApiError(
+            400,
+            f"the prompt has {longest} characters, more than {MAX_CHARACTERS} for each of the"
+            f" {context} tokens that this model's context holds: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _ids(model: Model, prompt: str | list[int]) -> tuple[int, ...]:

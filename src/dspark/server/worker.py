@@ -144,7 +144,7 @@ class Worker:
         capacity = self.capacity
         with self._lock:
             if self._stopping:
-                raise ApiError(503, "the server is shutting down", kind="service_unavailable")
+                raise _shutting_down()
             if self._open + len(jobs) > capacity:
                 raise queue_full(self._open)
             self._open += len(jobs)
@@ -174,7 +174,12 @@ class Worker:
             if self._engine.has_work:
                 self._round()
             self._show_load()
-        self._end_all(ApiError(503, "the server is shutting down", kind="service_unavailable"))
+        with self._lock:  # whoever submits now has either put its jobs or will be refused
+            self._stopping = True
+        while not self._inbox.empty():
+            if (command := self._inbox.get()) is not None:
+                command()
+        self._end_all(_shutting_down())
         self._show_load()
 
     def _take_inbox(self) -> bool:
@@ -274,3 +279,7 @@ class Worker:
         self._metrics.load(
             len(running), len(self._live) - len(running), rows / (slots * target.max_context)
         )
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", kind="service_unavailable")
