@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from dspark.drafters.base import Drafter
 from dspark.drafters.none import NoDrafter
@@ -25,9 +26,9 @@ from tests.models.deepseek_v4.tiny import VOCAB, oracle, target, tokens
 PROMPTS: tuple[Ids, ...] = tuple(tokens(n, seed=n) for n in (5, 1, 30, 12, 41))
 
 
-@pytest.fixture(scope="module")
-def model() -> DeepseekV4:
-    return target(oracle(), num_slots=4, max_context=256, max_block=16)
+@pytest.fixture(params=[torch.float32, torch.int8], ids=str, scope="module")
+def model(request: pytest.FixtureRequest) -> DeepseekV4:
+    return target(oracle(), dtype=request.param, num_slots=4, max_context=256, max_block=16)
 
 
 @pytest.fixture(scope="module")

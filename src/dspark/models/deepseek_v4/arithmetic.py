@@ -5,8 +5,10 @@ what reads the same input is one product, because a small model spends its time 
 operations. Everything between products (norms, rotation, gates, Sinkhorn) is fp32 in every dtype.
 
 int8 is the row-exact path of `models/int8.py`: 8-bit weights and activations, one scale for each
-32 columns, on a CPU. The products are equal to the bit whatever shares the pass; attention between
-them is PyTorch's and is not.
+32 columns, on a CPU. What lies between products is `glue.c` there, so a row is equal to the bit
+whatever shares the pass. In fp32 the same kernels serve passes of few rows, where starting
+PyTorch's operations would take longer than they do; beyond, and in bf16 and on a GPU, rows agree to
+rounding.
 
 Shape suffixes: N rows, I inputs, O outputs, G groups.
 """

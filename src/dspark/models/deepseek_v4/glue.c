@@ -1,8 +1,9 @@
-/* What lies between the products of a DeepSeek-V4 pass, each in one call.
+/* The sublayers of DeepSeek-V4, each in one call.
  *
  * Why.  A small V4 spends its time on starting operations: twenty Sinkhorn rounds on sixteen numbers
- * are over a hundred of them. Here a mixing of streams, a norm with its rotation, or attention over a
- * window, entries and a sink is one call.
+ * are over a hundred of them. Here a mixing of streams, a layer's attention (attention.h) and a
+ * layer's experts are one call each. Products are called through a pointer: the integer kernels' or
+ * a plain one for fp32.
  *
  * Every row is computed by the same operations in the same order whatever shares the call, and threads
  * split rows and heads, never a sum: so with row-exact products the whole pass is row-exact.

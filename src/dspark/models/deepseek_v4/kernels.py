@@ -1,4 +1,6 @@
-"""`glue.c` for tensors: what lies between the products, one call each, on a CPU in fp32.
+"""`glue.c` for tensors: a mixing of streams, a layer's attention or its experts in one call.
+
+On a CPU, between products always in fp32; the products are fp32 or the integer kernels'.
 
 Compiled once a machine, as the integer kernels are (`models/native/library.py`). Without a compiler
 fp32 and bf16 run on PyTorch's operations instead, which do the same and are slower to start.
