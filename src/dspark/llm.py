@@ -70,6 +70,7 @@ class LLM:
         self.target = build_target(checkpoint, choice, num_slots=max_users, max_context=max_context)
         self.last_output: Output | None = None
         self._count = 0
+        self._carried = checkpoint.carried
         self._drafters: dict[tuple[str, int | None], Drafter] = {}
         self.set_drafter(drafter, num_draft_tokens)
 
@@ -89,7 +90,13 @@ class LLM:
         name, reason = self._choose_drafter(name)
         key = (name, num_draft_tokens)
         if key not in self._drafters:
-            self._drafters[key] = build(name, self.target, num_draft_tokens, model=self.model_name)
+            self._drafters[key] = build(
+                name,
+                self.target,
+                num_draft_tokens,
+                model=self.model_name,
+                carried=self._carried,
+            )
         self.drafter_name, self.drafter_reason = name, reason
         self._engine = Engine(
             self.target,
@@ -102,6 +109,8 @@ class LLM:
         """Resolve `auto`: the name, and why."""
         if name != "auto":
             return name, "as asked"
+        if self._carried:
+            return self._carried[0].kind, "stored in the model's own checkpoint"
         shipped = next(iter(shipped_drafters(self.model_name)), None)
         if shipped is not None:
             return shipped, f"trained for {self.model_name}, ships with dspark"

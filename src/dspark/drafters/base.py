@@ -20,6 +20,7 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
+from dspark.models.deepseek_v4_names import CarriedDrafter
 from dspark.models.target import Target
 from dspark.types import Draft, SamplingParams
 
@@ -87,10 +88,15 @@ class Drafter(ABC):
 
 
 def build(
-    name: str, target: Target, num_draft_tokens: int | None = None, *, model: str = ""
+    name: str,
+    target: Target,
+    num_draft_tokens: int | None = None,
+    *,
+    model: str = "",
+    carried: Sequence[CarriedDrafter] = (),
 ) -> Drafter:
-    """The drafter called `name` for `target`: a registered one, the one of that name that ships for
-    `model`, or the one in the directory `name`.
+    """The drafter called `name` for `target`: a registered one, one that the target's checkpoint
+    carries, the one of that name that ships for `model`, or the one in the directory `name`.
 
     Raises ConfigError for an unknown name or a length it cannot honour, CheckpointError for a
     checkpoint that is damaged or was made for another target.
@@ -98,7 +104,7 @@ def build(
     if name not in DRAFTERS:
         from dspark.drafters import trained
 
-        return trained.build(name, target, num_draft_tokens, model)
+        return trained.build(name, target, num_draft_tokens, model, carried)
     module, cls = DRAFTERS[name].split(":")
     drafter: Drafter = getattr(importlib.import_module(module), cls)(target, num_draft_tokens)
     return drafter

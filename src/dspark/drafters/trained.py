@@ -1,19 +1,25 @@
 """Finding trained drafters, and building them for a target.
 
 A name is a directory with a checkpoint, or one of those that ship with the project for a model it
-knows: `checkpoints/<model>/<name>` beside the sources, or in the installed package's data.
+knows: `checkpoints/<model>/<name>` beside the sources, or in the installed package's data. A
+DeepSeek-V4 checkpoint carries its drafter itself; there `mtp1` or `dspark` is that one.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.drafters.base import DRAFTERS, Drafter
 from dspark.drafters.block import BlockModel
 from dspark.drafters.block_drafter import BlockDrafter
+from dspark.drafters.deepseek_v4_dspark import V4DSparkDrafter
+from dspark.drafters.deepseek_v4_mtp import V4MtpDrafter
 from dspark.drafters.mtp_drafter import MtpDrafter
 from dspark.errors import ConfigError
+from dspark.models.deepseek_v4.model import DeepseekV4
+from dspark.models.deepseek_v4_names import CarriedDrafter
 from dspark.models.target import Target
 
 
@@ -27,16 +33,27 @@ def shipped(model: str) -> dict[str, Path]:
     return {}
 
 
-def build(name: str, target: Target, num_draft_tokens: int | None, model: str) -> Drafter:
-    """The trained drafter `name` for `target`, whose own name is `model`.
+def build(
+    name: str,
+    target: Target,
+    num_draft_tokens: int | None,
+    model: str,
+    carried: Sequence[CarriedDrafter] = (),
+) -> Drafter:
+    """The trained drafter `name` for `target`, whose own name is `model` and whose checkpoint holds
+    the drafters `carried`.
 
     Raises ConfigError for an unknown name or a length it cannot honour, CheckpointError for a
     checkpoint that is damaged or was made for another target.
     """
+    own = {d.kind: d for d in carried}
+    if isinstance(target, DeepseekV4) and name in own:
+        make = V4DSparkDrafter if name == "dspark" else V4MtpDrafter
+        return make(target, own[name], num_draft_tokens)
     known = shipped(model)
     directory = known.get(name) or Path(name).expanduser()
     if not directory.is_dir():
-        names = ", ".join(sorted({*DRAFTERS, *known}))
+        names = ", ".join(sorted({*DRAFTERS, *known, *own}))
         raise ConfigError(
             f"unknown drafter {name!r}: expected one of {names}, or a directory with a drafter's"
             " checkpoint"

@@ -1,0 +1,157 @@
+"""DSpark of DeepSeek-V4: a whole block at once over the target's own layers as context.
+
+    anchor noise noise noise noise      slots at positions P .. P + 4 (P: the anchor's)
+       |     |     |     |     |        embedded, copied into all residual streams
+     [ stages mtp.0, mtp.1, mtp.2 ] <-- keys of positions P - window .. P - 1
+       |     |     |     |     |
+      x_0   x_1   x_2   x_3   x_4       streams gated into one; U_i = head(norm(x_i))
+
+The context of a position is what three layers of the tower computed for it, the mean over the
+streams of each, through one projection and a norm, computed once; every stage makes its own keys of
+it. A stage is a block of the tower's kind, but inside the block every slot sees every slot, and the
+window in front of the block is the same for all of them. The rows of a block are no context: what
+they leave in the ring is overwritten by the true rows when their positions are committed.
+
+Then the sequential stage (`heads.py`, vanilla form): token by token from the left, the anchor
+being the one before the first,
+
+    logits_i = U_i + W2 W1[t_{i-1}]         confidence_i = sigmoid(w [x_i ; W1[t_{i-1}]])
+
+with x_i before the norm, in fp32. The confidence never looks at the token it speaks of.
+
+The weights know no width, but every slot's result depends on it, being drawn from all of them.
+A block may be shorter than the trained one; a longer one is refused, because acceptance falls.
+Source: the DSpark paper and DeepSeek's reference code beside the checkpoints.
+
+Shape suffixes as in `deepseek_v4_stage.py`; F feature layers, r Markov rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.drafters.base import Committed, DraftContext, Drafter
+from dspark.drafters.deepseek_v4_stage import Stages
+from dspark.drafters.serving import Vocabulary, check_length
+from dspark.errors import CheckpointError
+from dspark.models.deepseek_v4.hyper import expand
+from dspark.models.deepseek_v4.model import DeepseekV4
+from dspark.models.deepseek_v4_names import MARKOV, CarriedDrafter
+from dspark.models.target import Segment
+from dspark.types import Draft
+
+
+class V4DSparkDrafter(Drafter):
+    """Drafts with the stages `mtp.*` of the target's own checkpoint; see the module docstring."""
+
+    def __init__(
+        self, target: DeepseekV4, drafter: CarriedDrafter, num_draft_tokens: int | None = None
+    ) -> None:
+        """`num_draft_tokens`: 0 to the checkpoint's block size, which None takes.
+
+        Raises ConfigError for another length, CheckpointError for a damaged drafter.
+        """
+        settings = drafter.settings
+        if settings is None:
+            raise CheckpointError("there are DSpark stages, but no dspark_block_size in the config")
+        size = settings.block_size
+        self.cap = check_length(num_draft_tokens, size, size, "the block")
+        self.feature_layers = settings.target_layer_ids
+        self._target, self._noise = target, settings.noise_token_id
+        self.stages = Stages(target, drafter, self.cap)
+        self._main_proj = self.stages.linear("mtp.0.main_proj.weight")
+        self._main_norm_D = self.stages.vector("mtp.0.main_norm.weight")
+        self._head = target.output_head()
+        self._vocabulary = Vocabulary(target.vocab_size, None)
+        self._w1_Vr: Tensor | None = None
+        if settings.markov_rank:
+            w1, w2 = drafter.markov or [drafter.last + name for name in MARKOV[0]]
+            self._w1_Vr, self._w2 = self.stages.vector(w1), self.stages.linear(w2)
+        self._confidence: Tensor | None = None
+        if drafter.confidence:
+            self._confidence = self.stages.vector(drafter.last + "confidence_head.proj.weight")
+
+    @torch.inference_mode()
+    def observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
+        """Write the context rows of every committed position that can still be read."""
+        if not committed:
+            return
+        assert features is not None
+        rows: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        for c in committed:
+            n, end = self.stages.recent(len(c.tokens)), c.start + len(c.tokens)
+            last = c.first_row + len(c.tokens)
+            rows += range(last - n, last)
+            slots += [c.slot] * n
+            positions += range(end - n, end)
+            self.stages.lengths[c.slot] = end
+        main_ND = self._main_proj(features[torch.tensor(rows, device=features.device)])
+        main_ND = self._target.maths.norm_rotate(main_ND, self._main_norm_D, None)
+        self.stages.write(main_ND, slots, positions)
+
+    def release(self, slot: int) -> None:
+        self.stages.lengths[slot] = 0
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """One draft for each context, of `cap` tokens where there is room."""
+        if not self.cap:
+            return [Draft()] * len(contexts)
+        self.stages.check(contexts, behind=1)
+        # Room cuts the draft and not the block, which would be another one; a slot's end cuts both.
+        starts = [len(c.tokens) - 1 for c in contexts]
+        sizes = [min(self.cap, self._target.max_context - at) for at in starts]
+        segments = [
+            Segment(c.slot, at, (c.tokens[-1], *[self._noise] * (n - 1)), 0)
+            for c, at, n in zip(contexts, starts, sizes, strict=True)
+        ]
+        p = self.stages.begin(segments, blocks=True)
+        x_NSD = expand(self._target.embed(p.tokens), self._target.config.streams)
+        x_ND = self.stages.exit.collapse(self.stages.run(x_NSD, p))
+        base_NV = self._head(self.stages.exit.norm(x_ND)).float()
+        return self._walk(contexts, sizes, x_ND, base_NV)
+
+    def _walk(
+        self, contexts: Sequence[DraftContext], sizes: Sequence[int], x_ND: Tensor, base_NV: Tensor
+    ) -> list[Draft]:
+        """The sequential stage, all sequences in step; block b owns the next sizes[b] rows."""
+        device = x_ND.device
+        first = [sum(sizes[:b]) for b in range(len(sizes))]
+        rooms = [min(n, c.max_tokens) for n, c in zip(sizes, contexts, strict=True)]
+        previous = [c.tokens[-1] for c in contexts]
+        tokens: list[list[int]] = [[] for _ in contexts]
+        probs: list[list[Tensor]] = [[] for _ in contexts]
+        confidence: list[list[Tensor]] = [[] for _ in contexts]
+        for i in range(max(rooms)):
+            active = [b for b, room in enumerate(rooms) if room > i]
+            rows = torch.tensor([first[b] + i for b in active], device=device)
+            logits_BV, x_BD = base_NV[rows], x_ND[rows].float()
+            if self._w1_Vr is not None:
+                ids = torch.tensor([previous[b] for b in active], device=device)
+                e_Br = self._w1_Vr[ids]
+                logits_BV = logits_BV + self._w2(e_Br).float()
+                x_BD = torch.cat([x_BD, e_Br.float()], -1)
+            if self._confidence is not None:
+                sure_B = torch.sigmoid(F.linear(x_BD, self._confidence)[:, 0])
+            for j, b in enumerate(active):
+                c = contexts[b]
+                previous[b], q = self._vocabulary.pick(logits_BV[j], c.params, c.rng)
+                tokens[b].append(previous[b])
+                if q is not None:
+                    probs[b].append(q)
+                if self._confidence is not None:
+                    confidence[b].append(sure_B[j])
+        return [
+            Draft(
+                tuple(t),
+                torch.stack(q) if q else None,
+                torch.stack(sure).cpu() if sure else None,
+            )
+            for t, q, sure in zip(tokens, probs, confidence, strict=True)
+        ]
