@@ -1,9 +1,17 @@
-"""One thread a test process: these machines are small, and threads change no result here."""
+"""One thread a test process: these machines are small, and threads change no result here.
+
+No costs are measured or read unless a test does so itself: they would take seconds, land in the
+cache of whoever runs the tests, and make schedules depend on the machine.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+os.environ["DSPARK_NO_PROFILE"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")

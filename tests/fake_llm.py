@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from dspark.errors import ConfigError
+from dspark.schedule.cost import CostTable
 from dspark.types import Chunk, FinishReason, Output, Round, SamplingParams, Stats, TokenLogprob
 
 WORDS = ("The", " sky", " is", " blue", ",", " the", " sea", "\n", "too", ".")
@@ -35,6 +36,7 @@ class FakeLLM:
         self.model_name, self.dtype, self.device, self.threads = "fake-7M", "int8", "cpu", 2
         self.dtype_reason = "fastest that fits"
         self.tokenizer = FakeTokenizer()
+        self.messages: list[str] = []
         self.last_output: Output | None = None
         self.calls: list[tuple[str, int | None]] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
@@ -45,12 +47,23 @@ class FakeLLM:
         FakeLLM.created.append(self)
 
     def set_drafter(
-        self, name: str, num_draft_tokens: int | None = None, *, whole_drafts: bool = False
+        self,
+        name: str,
+        num_draft_tokens: int | None = None,
+        *,
+        whole_drafts: bool = False,
+        verify: str | None = None,
     ) -> None:
         if name not in ("none", "ngram", "liar", "blind", "lucky"):
             raise ConfigError(f"unknown drafter {name!r}: expected one of none, ngram")
         self.drafter_name = name
+        self.verify = verify or self.options.get("verify", "auto")
+        self.verify_reason = ""
         self.calls.append((name, num_draft_tokens))
+
+    def measure_costs(self, seconds: float) -> CostTable:
+        passes = [(n, 64.0, 10.0 + n) for n in (1, 2, 4)]
+        return CostTable.fit({"model": self.model_name}, passes, [(1, 2, 3.0)], [(1, 0.5)])
 
     def chat(self, messages: Any, params: SamplingParams | None = None) -> Output:
         list(self.stream(messages, params))

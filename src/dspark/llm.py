@@ -11,6 +11,7 @@ belongs to one thread; a server puts it into one of its own.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -18,11 +19,15 @@ import torch
 
 from dspark.drafters.base import Drafter, build
 from dspark.drafters.trained import shipped as shipped_drafters
+from dspark.engine import profile
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
 from dspark.models.build import build_target, choose
 from dspark.models.loading import load_checkpoint
-from dspark.schedule.prefix import ROW_COST
+from dspark.schedule.cost import CostTable
+from dspark.schedule.policy import DEFAULT as VERIFY
+from dspark.schedule.policy import parse
+from dspark.schedule.scheduler import Scheduler
 from dspark.types import Chunk, Output, Request, Round, SamplingParams
 
 Message = Mapping[str, str]
@@ -40,6 +45,7 @@ class LLM:
         *,
         drafter: str = "auto",
         num_draft_tokens: int | None = None,
+        verify: str = VERIFY,
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
@@ -48,6 +54,9 @@ class LLM:
     ) -> None:
         """Load `model`: `default`, a Hugging Face directory or name, or a GGUF file.
 
+        verify       how much of each draft to check: all, static:K, threshold:P, causal, lagged or
+                     auto. The last three weigh costs, which are measured once, in a few seconds,
+                     for a drafter that drafts; DSPARK_NO_PROFILE=1 does without
         dtype        auto, fp32, bf16 or int8;  device  auto, cpu, cuda[:N]
         threads      CPU threads, of the whole process (PyTorch has one setting); None leaves it
         max_context  tokens of prompt and text together; None takes the model's, at most 8192
@@ -55,6 +64,7 @@ class LLM:
 
         Raises CheckpointError, ConfigError or ResourceError.
         """
+        parse(verify)  # better refused before anything is loaded
         if threads is not None:
             if threads < 1:
                 raise ConfigError(f"threads={threads} is out of range: expected 1 or more")
@@ -71,23 +81,34 @@ class LLM:
         self.last_output: Output | None = None
         self._count = 0
         self._carried = checkpoint.carried
+        self._verify = verify
         self._drafters: dict[tuple[str, int | None], Drafter] = {}
+        self._costs: dict[tuple[str, int | None], profile.Costs] = {}
+        self._schedulers: dict[tuple[str, int | None, str], Scheduler] = {}
         self.set_drafter(drafter, num_draft_tokens)
 
     def set_drafter(
-        self, name: str, num_draft_tokens: int | None = None, *, whole_drafts: bool = False
+        self,
+        name: str,
+        num_draft_tokens: int | None = None,
+        *,
+        whole_drafts: bool = False,
+        verify: str | None = None,
     ) -> None:
         """Go on with another drafter over the same loaded target.
 
         name          `auto`, a registered or shipped drafter, or a directory with a checkpoint
-        whole_drafts  verify every draft to its end instead of as far as it is likely to pay
+        verify        as for `LLM`; None takes the one that was given there
+        whole_drafts  short for verify="all"
 
-        A drafter is built once and kept. Raises ConfigError for an unknown name or a block length
-        the drafter cannot honour, CheckpointError for one that was made for another target,
-        ResourceError while a stream is open.
+        Drafters and what their schedulers learned are kept. Raises ConfigError for an unknown name,
+        an unknown way to verify or a block length the drafter cannot honour, CheckpointError for
+        one that was made for another target, ResourceError while a stream is open.
         """
         self._refuse_if_busy()
         name, reason = self._choose_drafter(name)
+        mode = "all" if whole_drafts else verify or self._verify
+        needs_costs = not parse(mode).own_draft_only
         key = (name, num_draft_tokens)
         if key not in self._drafters:
             self._drafters[key] = build(
@@ -97,13 +118,49 @@ class LLM:
                 model=self.model_name,
                 carried=self._carried,
             )
+        drafter = self._drafters[key]
+        costs = profile.Costs(None, "")
+        if needs_costs and drafter.cap:
+            if key not in self._costs:
+                self._costs[key] = profile.obtain(self.target, drafter, self._fingerprint(*key))
+            costs = self._costs[key]
+        if (*key, mode) not in self._schedulers:
+            self._schedulers[*key, mode] = Scheduler(mode, table=costs.table)
+        self._key = key
         self.drafter_name, self.drafter_reason = name, reason
+        self.verify, self.verify_reason = mode, costs.reason
         self._engine = Engine(
-            self.target,
-            self._drafters[key],
-            self.tokenizer,
-            row_cost=None if whole_drafts else ROW_COST,
+            self.target, drafter, self.tokenizer, scheduler=self._schedulers[*key, mode]
         )
+
+    def measure_costs(self, seconds: float = profile.SECONDS) -> CostTable:
+        """Measure what rounds of the current drafter cost, now. Raises ConfigError if a pass of
+        many tokens takes as long as one of a single token."""
+        self._refuse_if_busy()
+        drafter = self._drafters[self._key]
+        return profile.measure(self.target, drafter, self._fingerprint(*self._key), seconds)
+
+    def _fingerprint(self, drafter: str, num_draft_tokens: int | None) -> dict[str, object]:
+        """What measured costs belong to."""
+        t = self.target
+        return {
+            "model": self.model_name,
+            "shape": [t.num_layers, t.hidden_size, t.vocab_size, t.num_slots],
+            "dtype": self.dtype,
+            "device": f"{self.device} {profile.machine(t.device)}",
+            "threads": self.threads,
+            "drafter": drafter,
+            "num_draft_tokens": num_draft_tokens,
+            "versions": {name: importlib.metadata.version(name) for name in ("dspark", "torch")},
+        }
+
+    @property
+    def messages(self) -> list[str]:
+        """What whoever runs this should know now, one line each: stale costs, confidences that
+        drifted, a drafter that failed."""
+        failures = self._engine.drafter.failures
+        failed = [f"the drafter failed {failures} times: no drafts there"] if failures else []
+        return [*failed, *self._engine.scheduler.messages]
 
     def _choose_drafter(self, name: str) -> tuple[str, str]:
         """Resolve `auto`: the name, and why."""

@@ -184,7 +184,8 @@ class Round:
 
     `drafted` is everything the drafter proposed, of which the first `verified` were in the pass and
     the first `accepted` were emitted. `emitted` are the tokens that the round added to the text (it
-    ends early at a stop). Times are those of the whole pass, shared by all its requests.
+    ends early at a stop). `predicted` of the verified ones were expected to be accepted, by the
+    drafter's confidence. Times are those of the whole pass, shared by all its requests.
     """
 
     request_id: str
@@ -196,6 +197,7 @@ class Round:
     draft_ms: float
     verify_ms: float
     other_ms: float
+    predicted: float = 0.0
 
 
 @dataclass
@@ -211,7 +213,10 @@ class Stats:
     rounds: int = 0
     drafted: int = 0
     verified: int = 0
+    """Draft tokens that the scheduler had checked: all or the first ones of each draft."""
     accepted: int = 0
+    predicted: float = 0.0
+    """Expected `accepted`, by the confidence in each draft."""
     round_tokens: int = 0
     """Tokens emitted by rounds: completion_tokens less the one of the prefill."""
     verified_at: list[int] = field(default_factory=list)
@@ -234,6 +239,7 @@ class Stats:
         self.drafted += len(r.drafted)
         self.verified += r.verified
         self.accepted += r.accepted
+        self.predicted += r.predicted
         self.round_tokens += len(r.emitted)
         tried = min(r.accepted + 1, r.verified)
         counters = (self.verified_at, self.tried_at, self.accepted_at)
@@ -281,8 +287,9 @@ class Stats:
         out = Stats()
         for p in parts:
             for name in ("requests", "prompt_tokens", "completion_tokens", "rounds", "drafted",
-                         "verified", "accepted", "round_tokens", "draft_ms", "verify_ms",
-                         "other_ms", "prefill_ms", "decode_ms", "ttft_ms"):  # fmt: skip
+                         "verified", "accepted", "predicted", "round_tokens", "draft_ms",
+                         "verify_ms", "other_ms", "prefill_ms", "decode_ms",
+                         "ttft_ms"):  # fmt: skip
                 setattr(out, name, getattr(out, name) + getattr(p, name))
             for name in ("verified_at", "tried_at", "accepted_at"):
                 mine, theirs = getattr(out, name), getattr(p, name)

@@ -91,6 +91,7 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "model": "x",
         "drafter": "none",
         "num_draft_tokens": None,
+        "verify": "auto",
         "dtype": "fp32",
         "device": "auto",
         "threads": 1,

@@ -104,6 +104,7 @@ def test_options_reach_the_model() -> None:
         "model": "x",
         "drafter": "none",
         "num_draft_tokens": None,
+        "verify": "auto",
         "dtype": "fp32",
         "device": "auto",
         "threads": 1,

@@ -31,7 +31,7 @@ def test_answer_on_stdout_all_else_on_stderr(capsys: Capture) -> None:
     resolved, statistics = err.splitlines()
     assert resolved == (
         "model fake-7M · dtype int8 (fastest that fits) · drafter ngram (needs no weights) "
-        "· device cpu · threads 2"
+        "· verify auto · device cpu · threads 2"
     )
     assert statistics == (
         "10 tok · 150.0 tok/s · accepted length 1.8 · acceptance 50 % · TTFT 40 ms · drafter ngram"
@@ -47,7 +47,7 @@ def test_plain_decoding_has_no_acceptance(capsys: Capture) -> None:
 def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
     argv = split(
         """generate hi -m some/model -d none --num-draft-tokens 3 --dtype fp32 --device cpu
-        --threads 2 --max-context 64 --temp 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --seed 3
+        --verify static:2 --threads 2 --max-context 64 --temp 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --seed 3
         --max-tokens 4 --stop a --stop b --min-tokens 1 --ignore-eos --presence-penalty 0.1
         --frequency-penalty 0.2 --repetition-penalty 1.1 --logprobs 1 --json --system Hush."""
     )
@@ -57,6 +57,7 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "model": "some/model",
         "drafter": "none",
         "num_draft_tokens": 3,
+        "verify": "static:2",
         "dtype": "fp32",
         "device": "cpu",
         "threads": 2,
@@ -180,6 +181,7 @@ def test_json_is_one_object_and_nothing_else(capsys: Capture) -> None:
         "device": "cpu",
         "threads": 2,
         "drafter": "ngram",
+        "verify": "auto",
     }
     assert stats["rounds"] == 1 and stats["accepted_length"] == 2
     assert stats["acceptance_by_position"] == [1.0, 0.0]

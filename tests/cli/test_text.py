@@ -81,7 +81,7 @@ def test_text_is_written_and_summed_up(
     assert [r["tokens"] for r in rows(out)] == [10] * 10
     first, last = printed.err.splitlines()
     assert first.startswith("model fake-7M") and first.endswith(
-        "drafter none (as asked) · device cpu · threads 2 · batch 64"
+        "drafter none (as asked) · verify auto · device cpu · threads 2 · batch 64"
     )
     assert last.startswith("10 rows · 100 tok · ") and last.endswith(str(out))
 

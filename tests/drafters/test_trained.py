@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Decoder]:
 @pytest.mark.parametrize("form", FORMS)
 def test_greedy_ids_equal_plain_decoding(model: Decoder, form: str) -> None:
     drafter = tiny_drafters.drafter(model, form)
-    engine = Engine(model, drafter, ByteTokenizer(), row_cost=None)
+    engine = Engine(model, drafter, ByteTokenizer())
     played = play(engine, [request(p, str(i), max_tokens=24) for i, p in enumerate(PROMPTS)])
     for i, prompt in enumerate(PROMPTS):
         assert played.ids(str(i)) == reference(model, prompt, 24)
@@ -54,7 +54,7 @@ def test_every_length_up_to_the_trained_one(form: str) -> None:
     for k in range(6):
         drafter = tiny_drafters.drafter(model, form, num_draft_tokens=k)
         drafter = Recorder(drafter, drafter.feature_layers)
-        engine = Engine(model, drafter, ByteTokenizer(), row_cost=None)
+        engine = Engine(model, drafter, ByteTokenizer())
         played = play(engine, [request(PROMPTS[0], max_tokens=12)])
         assert played.ids("r") == reference(model, PROMPTS[0], 12)
         drafted = {len(share[0]) for share in played.shares("r")}
@@ -217,7 +217,7 @@ def test_the_anchor_stands_at_the_index_of_the_last_token(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(drafter._stack, "run", spy)
     recorder = Recorder(drafter, drafter.feature_layers)  # checks that asked-for anchors are next
-    engine = Engine(model, recorder, ByteTokenizer(), row_cost=None)
+    engine = Engine(model, recorder, ByteTokenizer())
     played = play(engine, [request(PROMPTS[1], max_tokens=30)])
     lengths = [len(PROMPTS[1])]
     for _, _, _, emitted in played.shares("r"):

@@ -64,11 +64,12 @@ def test_the_joint_law_of_three_tokens(form: str) -> None:
 def test_the_confidence_cuts_some_blocks_and_not_others() -> None:
     """Or the test above would not have seen a schedule at all."""
     from dspark.engine.engine import Engine
+    from dspark.schedule.scheduler import Scheduler
     from tests.engine.oracle import ByteTokenizer, play, request
 
     model = TableDecoder(table(0, 0.8))
     drafter = tiny_drafters.drafter(model, "vanilla")  # type: ignore[arg-type]
-    engine = Engine(model, drafter, ByteTokenizer())
+    engine = Engine(model, drafter, ByteTokenizer(), scheduler=Scheduler())
     played = play(engine, [request([i], str(i), temperature=1.0, seed=i) for i in range(V)])
     lengths = {s[1] for i in range(V) for s in played.shares(str(i))}
     assert len(lengths) > 2

@@ -57,6 +57,7 @@ class OracleDrafter(Drafter):
         self._texts = {tuple(prompt): tuple(text) for prompt, text in texts.items()}
         self._rows = {prompt: row for row, prompt in enumerate(self._texts)}
         self._block, self._right, self._vocab_size = block, right, vocab_size
+        self.cap = block
         self._prompts: dict[int, Ids] = {}
         self._rounds: dict[int, int] = {}
         self.asked: list[int] = []
@@ -95,7 +96,7 @@ class SampledDrafter(Drafter):
     def __init__(self, drawn_V_V: Tensor, block: int, said_V_V: Tensor | None = None) -> None:
         self._drawn = drawn_V_V
         self._said = drawn_V_V if said_V_V is None else said_V_V
-        self._block = block
+        self._block = self.cap = block
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         out = []
@@ -123,7 +124,7 @@ class Recorder(Drafter):
     """
 
     def __init__(self, inner: Drafter, feature_layers: tuple[int, ...] = ()) -> None:
-        self._inner, self.feature_layers = inner, feature_layers
+        self._inner, self.feature_layers, self.cap = inner, feature_layers, inner.cap
         self._open: dict[int, Heard] = {}
         self.heard: list[Heard] = []
         """Of ended sequences, in the order in which they ended."""

@@ -64,7 +64,7 @@ def test_it_is_what_serving_reaches(form: str, temperature: float) -> None:
     drafter = tiny_drafters.drafter(model, form, candidates=0)
     with torch.no_grad():
         drafter._model.norm.weight.copy_(trained.norm.weight)  # type: ignore[attr-defined]
-    engine = Engine(model, drafter, ByteTokenizer(), row_cost=None)
+    engine = Engine(model, drafter, ByteTokenizer())
     count = 120 if temperature else 24
     prompts = {str(i): [i % 250 + 1, 7, (i * 31) % 257] for i in range(count)}
     played = play(engine, [

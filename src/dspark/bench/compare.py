@@ -62,6 +62,8 @@ class BenchConfig:
     """`none` is added in front when missing."""
     num_draft_tokens: int | None = None
     """Cap of a block; None leaves each drafter its own default."""
+    verify: str = "auto"
+    """How much of each draft is checked, as `LLM` takes it."""
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
@@ -74,6 +76,10 @@ class BenchConfig:
         first = () if BASELINE in self.drafters else (BASELINE,)
         # dict.fromkeys drops repetitions and keeps the order
         object.__setattr__(self, "drafters", tuple(dict.fromkeys((*first, *self.drafters))))
+        if self.verify != "auto":
+            from dspark.schedule.policy import parse  # numpy, which `--help` does without
+
+            parse(self.verify)
         self.params(0)  # an impossible temperature is better found before a model is loaded
 
     def params(self, prompt: int) -> SamplingParams:
@@ -213,7 +219,8 @@ def _generate(
     max_tokens: int | None = None,
 ) -> tuple[Output, float]:
     # The baseline drafts nothing; a cap meant for the others is none of its business.
-    llm.set_drafter(drafter, None if drafter == BASELINE else config.num_draft_tokens)
+    cap = None if drafter == BASELINE else config.num_draft_tokens
+    llm.set_drafter(drafter, cap, verify=config.verify)
     params = config.params(index)
     if max_tokens is not None:
         params = SamplingParams(max_tokens=max_tokens, temperature=params.temperature, seed=0)

@@ -77,6 +77,7 @@ class EvalConfig:
     """Names or checkpoint directories, as `LLM.set_drafter` takes them."""
     num_draft_tokens: int | None = None
     """Longest block; None leaves each drafter its own."""
+    verify: str = "all"  # as for `LLM`; what is not checked is not counted
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_tokens: int = 128
     """Of each text."""
@@ -285,7 +286,7 @@ def run(
 
 def _load(llm: LLM, drafter: str, config: EvalConfig) -> str:
     """Switch to a drafter and return its name, which for `auto` is what that came to."""
-    llm.set_drafter(drafter, config.num_draft_tokens, whole_drafts=True)
+    llm.set_drafter(drafter, config.num_draft_tokens, verify=config.verify)
     return f"{llm.drafter_name} (auto)" if drafter == "auto" else drafter
 
 

@@ -44,6 +44,7 @@ def bench(
         str, typer.Option(help="Names, separated by commas; 'none' always takes part.")
     ] = ",".join(DEFAULT.drafters),
     num_draft_tokens: opt.NumDraftTokensOption = DEFAULT.num_draft_tokens,
+    verify: opt.VerifyOption = DEFAULT.verify,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,6 +89,7 @@ def bench(
     config = compare.BenchConfig(
         drafters=tuple(_split([drafters])),
         num_draft_tokens=num_draft_tokens,
+        verify=verify,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

@@ -50,6 +50,7 @@ def eval_(
     ],
     model: opt.ModelOption = "default",
     num_draft_tokens: opt.NumDraftTokensOption = DEFAULT.num_draft_tokens,
+    verify: opt.VerifyOption = DEFAULT.verify,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
@@ -113,6 +114,7 @@ def eval_(
     config = evaluate.EvalConfig(
         drafters=tuple(drafters),
         num_draft_tokens=num_draft_tokens,
+        verify=verify,
         temperatures=_numbers(temperatures),
         max_tokens=max_tokens,
         seed=seed,

@@ -48,6 +48,7 @@ def generate(
         ),
     ] = "auto",
     num_draft_tokens: opt.NumDraftTokensOption = None,
+    verify: opt.VerifyOption = "auto",
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = "auto",
     threads: opt.ThreadsOption = None,
@@ -183,6 +184,7 @@ def generate(
         model,
         drafter=drafter,
         num_draft_tokens=num_draft_tokens,
+        verify=verify,
         dtype=dtype,
         device=device,
         threads=threads,
@@ -254,6 +256,8 @@ def _answer(
         sys.stdout.write("\n")
         sys.stdout.flush()
     ui.note(err.muted(ui.stats_line(output.stats, llm.drafter_name)))
+    for message in llm.messages:
+        ui.note(f"warning: {message}")
 
 
 def _write(chunk: Chunk, paint: ui.Paint) -> None:
@@ -274,6 +278,7 @@ def _as_json(llm: LLM, output: Output, chunks: list[Chunk]) -> dict[str, Any]:
         "device": llm.device,
         "threads": llm.threads,
         "drafter": llm.drafter_name,
+        "verify": llm.verify,
     }
     if output.logprobs is not None:
         found["logprobs"] = [

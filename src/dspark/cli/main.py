@@ -20,6 +20,7 @@ from dspark.cli import bench, generate
 from dspark.cli import eval as evaluate
 from dspark.cli import export as exporting
 from dspark.cli import inspect as inspecting
+from dspark.cli import profile as profiling
 from dspark.cli import serve as serving
 from dspark.cli import text as training_text
 from dspark.cli import train as training
@@ -49,6 +50,7 @@ app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)
 app.command("train", epilog=training.EPILOG)(training.train)
 app.command("export", epilog=exporting.EPILOG)(exporting.export)
+app.command("profile", epilog=profiling.EPILOG)(profiling.profile)
 app.command("inspect", epilog=inspecting.EPILOG)(inspecting.inspect)
 
 

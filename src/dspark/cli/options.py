@@ -56,6 +56,16 @@ NumDraftTokensOption = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+VerifyOption = Annotated[
+    str,
+    typer.Option(
+        "--verify",
+        metavar="MODE",
+        help="How much of each draft to check: all, static:K, threshold:P, causal, lagged or auto. "
+        "The last three weigh costs, measured once unless DSPARK_NO_PROFILE=1.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 
 
 def load_llm(
@@ -67,6 +77,8 @@ def load_llm(
     device: str,
     threads: int | None,
     max_context: int | None,
+    verify: str = "auto",
+    max_users: int | None = None,
 ) -> LLM:
     # Here, not on top: importing torch takes seconds, and `--help` must not wait for it.
     from dspark.llm import LLM
@@ -75,8 +87,10 @@ def load_llm(
         model,
         drafter=drafter,
         num_draft_tokens=num_draft_tokens,
+        verify=verify,
         dtype=dtype,
         device=device,
         threads=threads,
         max_context=max_context,
+        **({} if max_users is None else {"max_users": max_users}),
     )

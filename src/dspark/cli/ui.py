@@ -85,6 +85,7 @@ def resolved_line(llm: LLM) -> str:
             f"model {llm.model_name}",
             f"dtype {llm.dtype}" + _because(llm.dtype_reason),
             f"drafter {llm.drafter_name}" + _because(llm.drafter_reason),
+            f"verify {llm.verify}" + _because(llm.verify_reason),
             f"device {llm.device}",
             f"threads {llm.threads}",
         )

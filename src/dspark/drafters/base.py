@@ -69,6 +69,8 @@ class Committed:
 class Drafter(ABC):
     """Proposes tokens; see the module docstring."""
 
+    cap: int = 8
+    """Longest block it drafts; 0: it never does. What drafting costs is told by this."""
     feature_layers: tuple[int, ...] = ()
     """Target layers whose hidden states `observe` wants (i: output of layer i, -1: embedding)."""
 

@@ -15,6 +15,8 @@ from dspark.types import Draft
 class NoDrafter(Drafter):
     """Empty drafts always. Any `num_draft_tokens` is honoured: it is a cap, and 0 is below."""
 
+    cap = 0
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """An empty draft for each context."""
         return [Draft()] * len(contexts)

@@ -17,6 +17,7 @@ import numpy as np
 from dspark.drafters.base import Committed, DraftContext
 from dspark.engine.stream import TextStream
 from dspark.models.target import Segment
+from dspark.schedule.policy import Load
 from dspark.types import Draft, FinishReason, Output, Request, Stats, TokenLogprob, Verdict
 
 
@@ -57,6 +58,11 @@ class Sequence:
         """Drafts that could still be emitted: the bonus always takes the last place."""
         return self.max_tokens - self.num_generated - 1
 
+    @property
+    def seeded(self) -> bool:
+        """The text must not depend on the company, and does depend on drafts drawn from a law."""
+        return self.request.params.seed is not None and not self.request.params.is_greedy
+
     def output(self, reason: FinishReason) -> Output:
         """The finished text with its statistics filled in."""
         st = self.stats
@@ -94,6 +100,29 @@ class Sequence:
     def verify_segment(self, draft: Draft) -> Segment:
         """The anchor and its draft; every row wants logits."""
         return Segment(self.slot, self.cached, (self.tokens[-1], *draft.tokens), len(draft) + 1)
+
+
+def prompt_chunks(running: list[Sequence], budget: int) -> list[tuple[Sequence, Segment]]:
+    """The next chunks of unread prompts, in order of arrival, of `budget` tokens at most."""
+    chunks = []
+    for s in running:
+        if s.in_prefill and budget > 0:
+            segment = s.prompt_segment(budget)
+            budget -= len(segment.tokens)
+            chunks.append((s, segment))
+    return chunks
+
+
+def load_of(decoding: list[Sequence], prompts: list[tuple[Sequence, Segment]], cap: int) -> Load:
+    """What the coming round pays for; of the text so far alone, no draft has been made yet."""
+    extra = [(len(g.tokens), g.start + len(g.tokens) / 2) for _, g in prompts]
+    rows = [*[(1, float(s.cached)) for s in decoding], *extra]
+    total = sum(n for n, _ in rows)
+    return Load(
+        block=min(cap, max((s.draft_room for s in decoding), default=0)),
+        context=sum(n * context for n, context in rows) / total if total else 0.0,
+        extra_rows=sum(n for n, _ in extra),
+    )
 
 
 def committed_rows(

@@ -4,14 +4,19 @@
 
 `Engine.step` is that, on one screen, for every drafter; plain decoding is the drafter `none` on the
 same path. All requests in flight share the pass: those still reading their prompt contribute a
-chunk of it, the others their anchor and the draft behind it, each with its own length, parameters
-and accept count.
+chunk of it, the others their anchor and as much of the draft behind it as the scheduler finds worth
+verifying, each with its own length, parameters and accept count.
 
 Exactness. Greedy ids equal plain decoding: in int8 to the bit, because no row of a pass depends on
 its neighbours; in fp32 as long as no two logits lie within rounding of each other. Sampled text
 follows the target's law exactly; its random numbers differ from plain decoding's. bf16 promises
 neither: matrix kernels there round differently for different row counts, and near ties may fall the
 other way.
+
+*Seeds.* A text sampled under a seed is the same whatever else is in the batch. Such a request
+drafts in every round and is *pinned* (`schedule.policy`), if its draft was drawn from a law.
+
+*A drafter that fails* costs speed and no text (`failsafe`).
 
 Not here: threads, timeouts, HTTP. The engine is a plain object that whoever owns it steps.
 """
@@ -27,12 +32,15 @@ from typing import Protocol
 from torch import Tensor
 
 from dspark.drafters.base import Drafter
-from dspark.engine.batch import Sequence, committed_rows
+from dspark.engine.batch import Sequence, committed_rows, load_of, prompt_chunks
+from dspark.engine.failsafe import Failsafe
 from dspark.engine.stream import TextStream
 from dspark.errors import ConfigError, InvalidRequestError
 from dspark.models.target import Segment, Target, pack
 from dspark.sampling import check_params, streams
-from dspark.schedule.prefix import ROW_COST, prefix_length
+from dspark.schedule.monitor import Times
+from dspark.schedule.policy import Load, Plan
+from dspark.schedule.scheduler import Scheduler
 from dspark.types import Chunk, Draft, Output, Request, Round, Stats, Verdict
 from dspark.verify import accept
 
@@ -57,23 +65,23 @@ class Engine:
         tokenizer: TokenText,
         *,
         prefill_chunk: int = 256,
-        row_cost: float | None = ROW_COST,
+        scheduler: Scheduler | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         """Serve requests over `target`.
 
         prefill_chunk  caps the prompt tokens of one pass, over all requests
-        row_cost       what verifying a token costs, as a share of a one-row pass: drafts with a
-                       confidence are cut where they stop paying. None verifies whole drafts
+        scheduler      decides how much of each draft is verified; it learns, so it belongs to one
+                       drafter. None verifies whole drafts
         """
         if prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk={prefill_chunk} is out of range: expected 1 or more")
         self.target = target
-        self.drafter = drafter
+        self.drafter = Failsafe(drafter)
+        self.scheduler = Scheduler("all") if scheduler is None else scheduler
         self.on_round = on_round
         self._tokenizer = tokenizer
         self._prefill_chunk = prefill_chunk
-        self._row_cost = row_cost
         self._waiting: deque[Request] = deque()
         self._arrived: dict[str, float] = {}
         self._running: list[Sequence] = []
@@ -136,11 +144,14 @@ class Engine:
         clock = [time.perf_counter()]
         self._admit()
         decoding = [s for s in self._running if not s.in_prefill]
+        prompts = prompt_chunks(self._running, self._prefill_chunk)
+        wanted = self.drafter.cap if self.scheduler.should_draft(len(decoding)) else 0
+        load = load_of(decoding, prompts, wanted)
         clock.append(time.perf_counter())
-        proposed = self._propose(decoding)
+        proposed = self._propose(decoding, load)
         clock.append(time.perf_counter())
-        kept = [self._schedule(d) for d in proposed]
-        sequences, segments, drafts = self._assemble(decoding, kept)
+        plan = self._plan(decoding, proposed, load)
+        sequences, segments, drafts = self._assemble(decoding, proposed, plan, prompts)
         if not segments:
             return []
         batch = pack(segments, self.target.device)
@@ -149,15 +160,16 @@ class Engine:
         clock.append(time.perf_counter())
         verdicts = self._verify(sequences, segments, drafts, output.logits)
         chunks = [self._emit(s, v) for s, v in zip(sequences, verdicts, strict=True)]
-        clock.append(time.perf_counter())
         rows = committed_rows(segments, batch.cu_lens, drafts, verdicts)
         self.drafter.observe(rows, output.features)
         clock.append(time.perf_counter())
-        admit, draft, assemble, verify, emit, observe = ((b - a) * 1e3 for a, b in pairwise(clock))
-        times = (draft + observe, verify, admit + assemble + emit)
+        admit, draft, assemble, verify, rest = ((b - a) * 1e3 for a, b in pairwise(clock))
+        times = Times(draft, verify, admit + assemble + rest)
+        self.scheduler.observe([v.accepted for v in verdicts[: len(decoding)] if v], times)
         whole = [*proposed, *drafts[len(proposed) :]]
-        for s, d, cut, emitted in zip(sequences, whole, drafts, chunks, strict=True):
-            self._count(s, d, cut, emitted, times)
+        predicted = [*plan.predicted, *[0.0] * len(prompts)]
+        for s, d, cut, p, emitted in zip(sequences, whole, drafts, predicted, chunks, strict=True):
+            self._count(s, d, cut, p, emitted, times)
         self._retire()
         return [c for emitted in chunks for c in emitted]
 
@@ -180,33 +192,41 @@ class Engine:
                 )
             )
 
-    def _propose(self, decoding: list[Sequence]) -> list[Draft]:
-        """The drafter's guesses; it is not asked where only the target's own token has room."""
-        asked = [s for s in decoding if s.draft_room > 0]
+    def _propose(self, decoding: list[Sequence], load: Load) -> list[Draft]:
+        """The drafter's guesses. It is not asked where only the target's own token has room, nor in
+        a round that does without drafts, but for texts that depend on their drafts."""
+        asked = [s for s in decoding if s.draft_room > 0 and (load.block or s.seeded)]
         drafts = iter(self.drafter.propose([s.context() for s in asked]) if asked else ())
-        return [next(drafts).truncated(s.draft_room) if s.draft_room else Draft() for s in decoding]
+        slots = {s.slot for s in asked}
+        return [
+            next(drafts).truncated(s.draft_room) if s.slot in slots else Draft() for s in decoding
+        ]
 
-    def _schedule(self, draft: Draft) -> Draft:
-        """The part of a draft that is worth verifying, as far as its drafter can tell."""
-        if self._row_cost is None or draft.confidence is None:
-            return draft
-        return draft.truncated(prefix_length(draft.confidence.tolist(), self._row_cost))
+    def _plan(self, decoding: list[Sequence], proposed: list[Draft], load: Load) -> Plan:
+        """How much of each draft this pass verifies. Order of arrival: it knows no token."""
+        return self.scheduler.plan(
+            [s.request.id for s in decoding],
+            [len(d) for d in proposed],
+            [None if d.confidence is None else d.confidence.tolist() for d in proposed],
+            load,
+            [s.seeded and d.probs is not None for s, d in zip(decoding, proposed, strict=True)],
+        )
 
     def _assemble(
-        self, decoding: list[Sequence], kept: list[Draft]
+        self,
+        decoding: list[Sequence],
+        proposed: list[Draft],
+        plan: Plan,
+        prompts: list[tuple[Sequence, Segment]],
     ) -> tuple[list[Sequence], list[Segment], list[Draft | None]]:
         """Who takes part in this pass, with which tokens. A draft of None marks a prompt chunk."""
-        sequences, drafts = list(decoding), list[Draft | None](kept)
+        kept = [d.truncated(n) for d, n in zip(proposed, plan.lengths, strict=True)]
         segments = [s.verify_segment(d) for s, d in zip(decoding, kept, strict=True)]
-        budget = self._prefill_chunk
-        for s in self._running:
-            if s.in_prefill and budget > 0:
-                segment = s.prompt_segment(budget)
-                budget -= len(segment.tokens)
-                sequences.append(s)
-                segments.append(segment)
-                drafts.append(None)
-        return sequences, segments, drafts
+        return (
+            [*decoding, *(s for s, _ in prompts)],
+            [*segments, *(segment for _, segment in prompts)],
+            [*kept, *[None] * len(prompts)],
+        )
 
     def _verify(
         self,
@@ -284,11 +304,12 @@ class Engine:
         s: Sequence,
         draft: Draft | None,
         verified: Draft | None,
+        predicted: float,
         emitted: list[Chunk],
-        times: tuple[float, float, float],
+        times: Times,
     ) -> None:
         if draft is None or verified is None:
-            s.stats.prefill_ms += sum(times)
+            s.stats.prefill_ms += times.total
             return
         round_ = Round(
             s.request.id,
@@ -297,7 +318,10 @@ class Engine:
             len(verified),
             sum(c.drafted for c in emitted),
             tuple(c.token for c in emitted),
-            *times,
+            times.draft,
+            times.verify,
+            times.other,
+            predicted,
         )
         s.stats.add_round(round_)
         if self.on_round is not None:

@@ -110,7 +110,8 @@ class Scheduler:
             return
         base = requests + load.extra_rows
         shape = (base + sum(plan.lengths), requests, load.context, load.block)
-        self.cost.observe(times, *shape)
+        if not load.extra_rows:  # prompt rows want no logits: their passes are of another kind
+            self.cost.observe(times, *shape)
         if self.gate is None:
             return
         if not load.block:

@@ -1,0 +1,76 @@
+"""A drafter that may fail without harm.
+
+A drafter is a guess about speed; a text must not be lost because one raised. `Failsafe` stands
+between engine and drafter. Where `propose` raises, the round goes on with empty drafts, which is
+plain decoding. Where `observe` raises, the drafter missed rows of the sequences of that pass: it is
+not asked about them again until their slots are given to others, since its context has a hole. Each
+failure is counted, the first one is logged with its traceback.
+
+Assertions pass through: they say that the engine broke its contract with the drafter, a bug that
+shall be seen and not survived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dspark.drafters.base import Committed, DraftContext, Drafter
+from dspark.types import Draft
+
+log = logging.getLogger(__name__)
+
+
+class Failsafe(Drafter):
+    """Passes everything on to `inner`; see the module docstring."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.cap, self.feature_layers = inner.cap, inner.feature_layers
+        self.failures = 0
+        self._lost: set[int] = set()
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        known = [c for c in contexts if c.slot not in self._lost]
+        try:
+            drafts = dict(zip((c.slot for c in known), self.inner.propose(known), strict=True))
+        except AssertionError:
+            raise
+        except Exception as e:
+            self._failed("propose", e)
+            drafts = {}
+        return [drafts.get(c.slot, Draft()) for c in contexts]
+
+    def observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
+        # Rows are told also of lost sequences where a slot begins anew: position 0 is no hole.
+        self._lost -= {c.slot for c in committed if c.start == 0}
+        told = [c for c in committed if c.slot not in self._lost]
+        try:
+            self.inner.observe(told, features)
+        except AssertionError:
+            raise
+        except Exception as e:
+            self._failed("observe", e)
+            self._lost |= {c.slot for c in told}
+
+    def release(self, slot: int) -> None:
+        try:
+            self.inner.release(slot)
+        except AssertionError:
+            raise
+        except Exception as e:
+            self._failed("release", e)
+
+    def _failed(self, where: str, error: Exception) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            log.warning(
+                "the drafter failed in %s (%s: %s): requests go on without drafts where it does;"
+                " further failures are counted and not reported",
+                where,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )

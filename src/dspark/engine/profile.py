@@ -1,0 +1,198 @@
+"""Measuring what a round costs on this machine, for the scheduler (`schedule.cost`).
+
+A few seconds, once: the table is kept in the cache under the fingerprint of what was measured.
+
+*Passes* are timed on the target alone, their tokens spread over slots in blocks as the drafter
+makes them, at a short context and a few at a long one. What the caches hold does not matter for the
+time. *Drafting* and *the rest of a round* are taken from an engine that really runs requests: live
+rounds are timed by the very same clock readings, so the two can be compared.
+
+Everything is measured in turns and not one after the other, so that a neighbour's burst or a clock
+that changes its speed spreads over the whole curve; medians then drop single hiccups. Where a pass
+is so slow that the seconds do not suffice, fewer counts are measured, never fewer than the powers
+of two.
+
+It needs an idle target and drafter, and leaves them idle. On a GPU, passes are timed as the engine
+times them: without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dspark.drafters.base import Drafter
+from dspark.engine.engine import Engine
+from dspark.errors import CheckpointError, ConfigError
+from dspark.models.target import Batch, Segment, Target, pack
+from dspark.schedule.cost import CostTable, Fingerprint, table_path, token_probes
+from dspark.schedule.scheduler import Scheduler
+from dspark.types import Request, Round, SamplingParams
+
+OFF = "DSPARK_NO_PROFILE"
+"""Set it to anything but 0 and no costs are measured or read."""
+SECONDS = 4.0
+SHORT, LONG = 64, 1024
+"""Contexts of the passes, as far as the slots hold them."""
+LARGEST = 512
+"""Rows beyond which nothing is measured; the curve goes on with its slope there."""
+VERIFIED = 2
+"""Drafts checked while drafting is timed; about what schedules choose."""
+TURNS = 7
+ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A table, or None, and in a few words where it comes from or why there is none."""
+
+    table: CostTable | None
+    reason: str
+
+
+def obtain(target: Target, drafter: Drafter, fingerprint: Fingerprint) -> Costs:
+    """The table of an earlier run, or a new one that is kept for later runs."""
+    if os.environ.get(OFF, "0") not in ("", "0"):
+        return Costs(None, f"no cost table, {OFF} is set: a fixed guess instead")
+    path = table_path(fingerprint)
+    again = ""
+    try:
+        return Costs(CostTable.load(path, fingerprint), "by the costs measured earlier")
+    except (CheckpointError, ConfigError):
+        again = " again, the table was not usable" if path.exists() else ""
+    start = time.perf_counter()
+    try:
+        table = measure(target, drafter, fingerprint)
+    except ConfigError as e:
+        return Costs(None, f"{e}: a fixed guess instead")
+    reason = f"costs measured{again} in {time.perf_counter() - start:.1f} s"
+    try:
+        table.save(path)
+    except CheckpointError as e:
+        reason += f", not kept: {e}"
+    return Costs(table, reason)
+
+
+def machine(device: torch.device) -> str:
+    """What computes, by its own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux: the platform's own words have to do
+    return platform.processor() or platform.machine()
+
+
+def measure(
+    target: Target, drafter: Drafter, fingerprint: Fingerprint, seconds: float = SECONDS
+) -> CostTable:
+    """About `seconds` of measuring, half for passes. Raises ConfigError if nothing can be told."""
+    verify = _passes(target, drafter, seconds / 2)
+    draft, other = _rounds(target, drafter, seconds / 2)
+    return CostTable.fit(fingerprint, verify, draft, other)
+
+
+# -- passes --------------------------------------------------------------------------------------
+
+
+def _passes(target: Target, drafter: Drafter, seconds: float) -> list[tuple[int, float, float]]:
+    """(tokens, context, ms) of single passes."""
+    block = min(drafter.cap + 1, max(target.max_context // 2, 1))
+    limit = min(target.num_slots * block, LARGEST)
+    room = target.max_context - block
+    short, long = min(SHORT, room // 4), min(LONG, room)
+
+    def probe(tokens: int, context: int) -> tuple[int, float, float]:
+        batch = _spread(target, tokens, block, context)
+        start = time.perf_counter()
+        target.forward(batch, drafter.feature_layers)
+        return tokens, float(context), (time.perf_counter() - start) * 1e3
+
+    for tokens in (1, limit):  # first uses pay for memory and kernels
+        probe(tokens, short)
+    largest = probe(limit, short)[2] / 1e3
+    at = token_probes(limit)
+    if largest * len(at) / 2 > seconds / 2:
+        at = tuple(sorted({p for p in at if p & (p - 1) == 0} | {limit}))
+    cells = [(tokens, short) for tokens in at]
+    if long > 2 * short:
+        cells += [(tokens, long) for tokens in sorted({1, at[len(at) // 2], limit})]
+    out: list[tuple[int, float, float]] = []
+    start = time.perf_counter()
+    for turn in range(TURNS):
+        out += [probe(*cell) for cell in (cells if turn % 2 else cells[::-1])]
+        if turn and time.perf_counter() - start > seconds:
+            break
+    return out
+
+
+def _spread(target: Target, tokens: int, block: int, context: int) -> Batch:
+    """A pass of `tokens` rows, every row with logits, in blocks behind `context` tokens."""
+    segments = []
+    for slot in range(-(-tokens // block)):
+        ids = tuple(range(min(block, tokens - slot * block)))
+        ids = tuple(i % target.vocab_size for i in ids)
+        segments.append(Segment(slot, context, ids, len(ids)))
+    return pack(segments, target.device)
+
+
+# -- drafting and the rest -------------------------------------------------------------------------
+
+
+class _NoText:
+    """A tokenizer for texts that nobody reads."""
+
+    eos_ids: tuple[int, ...] = ()
+
+    def id_to_bytes(self, token: int) -> bytes:
+        return b""
+
+
+def _rounds(
+    target: Target, drafter: Drafter, seconds: float
+) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
+    """(requests, block, ms) of drafting and (requests, ms) of the rest, in rounds of an engine."""
+    draft: list[tuple[int, int, float]] = []
+    other: list[tuple[int, float]] = []
+    rng = np.random.default_rng(0)
+    most = target.num_slots
+    levels = sorted({1, most} | {2**i for i in range(1, most.bit_length()) if 2**i < most})
+    start = time.perf_counter()
+    for users in sorted(levels, key=lambda n: (n not in (1, most), n)):  # the ends first
+        if draft and time.perf_counter() - start > seconds and users not in (1, most):
+            break
+        for r in _live(target, drafter, users, rng):
+            other.append((users, r.other_ms))
+            draft.append((users, drafter.cap, r.draft_ms))
+    return (draft if drafter.cap else []), other
+
+
+def _live(target: Target, drafter: Drafter, users: int, rng: np.random.Generator) -> list[Round]:
+    """A few rounds of `users` requests; one Round stands for each, the first is left out."""
+    length = max(min(SHORT // 2, target.max_context // 4), 1)
+    rounds: list[Round] = []
+    engine = Engine(
+        target,
+        drafter,
+        _NoText(),
+        scheduler=Scheduler(f"static:{VERIFIED}"),
+        on_round=lambda r: rounds.append(r) if r.request_id == "0" and r.index else None,
+    )
+    params = SamplingParams(max_tokens=target.max_context, ignore_eos=True)
+    for n in range(users):
+        prompt = rng.integers(target.vocab_size, size=length // 2).tolist() * 2
+        engine.submit(Request(str(n), tuple(prompt) or (0,), params))
+    while engine.has_work and len(rounds) < ROUNDS:
+        engine.step()
+    for n in range(users):
+        engine.cancel(str(n))
+    return rounds
