@@ -64,6 +64,7 @@ def check(
     )
     for i, p in enumerate(PROMPTS[:batch]):
         assert played.ids(str(i)) == texts[p]
+    assert engine.drafter.failures == 0
     return [share for i in range(batch) for share in played.shares(str(i))]
 
 
@@ -100,16 +101,11 @@ def test_rejects_of_every_length_change_no_token(
 
 def test_int8_and_bf16_run(kind: CarriedDrafter) -> None:
     """int8: drafts are wrong or right, the text is plain decoding's up to near ties; here it is."""
-    c = tiny_v4.config(o_lora_rank=32, moe_intermediate_size=32)
-    carried = kind
-    if kind.kind == "dspark":
-        assert kind.settings is not None
-        carried = tiny_v4.dspark(c, markov=None)
     for dtype in (torch.int8, torch.bfloat16):
-        model = tiny_v4.target(carried, c, dtype=dtype)
-        engine = Engine(model, tiny_v4.drafter(model, carried), ByteTokenizer())
+        model = tiny_v4.target(kind, dtype=dtype)
+        engine = Engine(model, tiny_v4.drafter(model, kind), ByteTokenizer())
         played = play(engine, [request(PROMPTS[0], max_tokens=8)])
-        assert len(played.ids("r")) == 8
+        assert len(played.ids("r")) == 8 and engine.drafter.failures == 0
         if dtype == torch.int8:
             assert played.ids("r") == reference(model, PROMPTS[0], 8)
 
@@ -179,7 +175,13 @@ def test_the_context_is_that_of_a_fresh_prefill_after_any_accepts(
             ):
                 torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
             compared += 1
-    assert compared > 30
+    assert compared > 30 and engine.drafter.failures == 0
+
+
+def test_nobody_asks(kind: CarriedDrafter, model: DeepseekV4) -> None:
+    drafter = tiny_v4.drafter(model, kind)
+    drafter.observe([], None)
+    assert drafter.propose([]) == []
 
 
 def test_company_changes_no_proposal(kind: CarriedDrafter, model: DeepseekV4) -> None:
@@ -220,6 +222,7 @@ def test_a_slot_can_be_filled_to_its_last_token(kind: CarriedDrafter) -> None:
     engine = Engine(model, drafter, ByteTokenizer())
     played = play(engine, [request(prompt, max_tokens=99)])
     assert played.ids("r") == reference(model, prompt, 6)
+    assert engine.drafter.failures == 0
 
 
 # -- lengths, names, damage ------------------------------------------------------------------------

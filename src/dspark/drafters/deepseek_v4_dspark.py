@@ -101,7 +101,7 @@ class V4DSparkDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """One draft for each context, of `cap` tokens where there is room."""
-        if not self.cap:
+        if not self.cap or not contexts:
             return [Draft()] * len(contexts)
         self.stages.check(contexts, behind=1)
         # Room cuts the draft and not the block, which would be another one; a slot's end cuts both.
@@ -127,31 +127,40 @@ class V4DSparkDrafter(Drafter):
         previous = [c.tokens[-1] for c in contexts]
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
-        confidence: list[list[Tensor]] = [[] for _ in contexts]
         for i in range(max(rooms)):
             active = [b for b, room in enumerate(rooms) if room > i]
-            rows = torch.tensor([first[b] + i for b in active], device=device)
-            logits_BV, x_BD = base_NV[rows], x_ND[rows].float()
+            logits_BV = base_NV[torch.tensor([first[b] + i for b in active], device=device)]
             if self._w1_Vr is not None:
                 ids = torch.tensor([previous[b] for b in active], device=device)
-                e_Br = self._w1_Vr[ids]
-                logits_BV = logits_BV + self._w2(e_Br).float()
-                x_BD = torch.cat([x_BD, e_Br.float()], -1)
-            if self._confidence is not None:
-                sure_B = torch.sigmoid(F.linear(x_BD, self._confidence)[:, 0])
-            for j, b in enumerate(active):
+                logits_BV = logits_BV + self._w2(self._w1_Vr[ids]).float()
+            for b, logits_V in zip(active, logits_BV, strict=True):
                 c = contexts[b]
-                previous[b], q = self._vocabulary.pick(logits_BV[j], c.params, c.rng)
+                previous[b], q = self._vocabulary.pick(logits_V, c.params, c.rng)
                 tokens[b].append(previous[b])
                 if q is not None:
                     probs[b].append(q)
-                if self._confidence is not None:
-                    confidence[b].append(sure_B[j])
+        sure = self._sure(contexts, tokens, x_ND, first)
         return [
-            Draft(
-                tuple(t),
-                torch.stack(q) if q else None,
-                torch.stack(sure).cpu() if sure else None,
-            )
-            for t, q, sure in zip(tokens, probs, confidence, strict=True)
+            Draft(tuple(t), torch.stack(q) if q else None, confident)
+            for t, q, confident in zip(tokens, probs, sure, strict=True)
         ]
+
+    def _sure(
+        self,
+        contexts: Sequence[DraftContext],
+        tokens: Sequence[Sequence[int]],
+        x_ND: Tensor,
+        first: Sequence[int],
+    ) -> Sequence[Tensor | None]:
+        """The confidences of all blocks at once: each of a slot and the token before it."""
+        if self._confidence is None:
+            return [None] * len(contexts)
+        rows = [row + i for row, own in zip(first, tokens, strict=True) for i in range(len(own))]
+        h_ND = x_ND[torch.tensor(rows, device=x_ND.device)].float()
+        if self._w1_Vr is not None:
+            pairs = zip(contexts, tokens, strict=True)
+            before = [t for c, own in pairs for t in (c.tokens[-1], *own[:-1])]
+            e_Nr = self._w1_Vr[torch.tensor(before, device=x_ND.device)]
+            h_ND = torch.cat([h_ND, e_Nr], -1)
+        sure_N = torch.sigmoid(F.linear(h_ND, self._confidence)[:, 0]).cpu()
+        return sure_N.split_with_sizes([len(own) for own in tokens])

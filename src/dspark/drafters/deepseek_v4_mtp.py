@@ -102,7 +102,7 @@ class V4MtpDrafter(Drafter):
         rooms = [min(self.cap, c.max_tokens) for c in contexts]
         last = [c.tokens[-1] for c in contexts]
         states = self._waiting[[c.slot for c in contexts]]
-        for step in range(max(rooms)):
+        for step in range(max(rooms, default=0)):
             active = [b for b, room in enumerate(rooms) if room > step]
             segments = [
                 Segment(contexts[b].slot, len(contexts[b].tokens) - 2 + step, (last[b],), 0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.drafters.base import DraftContext
@@ -28,6 +29,7 @@ from dspark.models.deepseek_v4.model import DeepseekV4, Layer
 from dspark.models.deepseek_v4.passes import Layout, Pass
 from dspark.models.deepseek_v4_names import CarriedDrafter, stage_shapes
 from dspark.models.target import Linear, Segment, pack
+from dspark.models.weights import BLOCK
 
 
 class Stages:
@@ -53,9 +55,14 @@ class Stages:
         """Committed rows of each slot."""
 
     def linear(self, *names: str) -> Linear:
-        """Matrices one above the other as one map in the target's arithmetic."""
+        """Matrices one above the other as one map in the target's arithmetic; one whose columns
+        the integer kernels cannot take (a narrow Markov table) stays in fp32."""
         weights = self._target.maths.weights
-        return self._target.linear(torch.cat([weights.tensor(n) for n in names]))
+        whole = torch.cat([weights.tensor(n) for n in names])
+        if self._target.maths.integer and whole.shape[1] % BLOCK:
+            exact = whole.float()
+            return lambda x: F.linear(x, exact)
+        return self._target.linear(whole)
 
     def vector(self, name: str) -> Tensor:
         """A small tensor in fp32."""
