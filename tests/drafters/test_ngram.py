@@ -27,7 +27,10 @@ def context(tokens: Sequence[int], slot: int = 0, max_tokens: int = 100) -> Draf
 
 def propose(drafter: NgramDrafter, tokens: Sequence[int], **kwargs: int) -> tuple[int, ...]:
     (draft,) = drafter.propose([context(tokens, **kwargs)])
-    assert draft.probs is None and draft.confidence is None
+    assert draft.probs is None
+    if draft.tokens:  # one rate for the whole draft, and it is worth a row
+        assert draft.confidence is not None and len(draft.confidence) == len(draft)
+        assert len(set(draft.confidence.tolist())) == 1 and draft.confidence[0] > ROW_COST
     return draft.tokens
 
 

@@ -40,7 +40,7 @@ def profile(
         int | None,
         typer.Option(min=1, help="Requests in flight at most.", show_default="as generate has"),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="To measure for, about.")] = 4.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="To measure for, about.")] = 3.0,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = "auto",
     threads: opt.ThreadsOption = None,

@@ -16,6 +16,9 @@ a prior (a match of four tokens deserves trust, one of a single token hardly any
 much as PRIOR_WEIGHT tries. Old evidence fades by FADE a round, so a slot that went silent probes
 again with a token or two after some twenty rounds.
 
+The rate is the confidence of the draft, too: it is of the past, and of this text and match alone,
+so a scheduler can tell hopeful guesses of one request from doubtful ones of another.
+
 A continuation that reaches the end of the text goes on with the guess itself, as if it had been
 emitted: "a b a b" proposes "a b a b a b ...". Small models do fall into such loops.
 
@@ -29,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from dspark.drafters.base import Committed, DraftContext, Drafter
@@ -114,15 +118,16 @@ class NgramDrafter(Drafter):
         if slot is None or not slot.knows(tokens):
             slot = self._slots[context.slot] = _Slot()
         slot.extend(tokens)
-        for rate in slot.rates.values():
-            rate.fade()
+        for kept in slot.rates.values():
+            kept.fade()
         slot.matched = 0
         for n in PRIOR:
             start = slot.follows.get(tuple(tokens[-n:])) if n <= len(tokens) else None
             if start is not None:
                 slot.matched = n
-                k = best_length(slot.rates[n].value, min(self.cap, context.max_tokens))
-                return Draft(_copy(tokens, start, k))
+                rate = slot.rates[n].value
+                k = best_length(rate, min(self.cap, context.max_tokens))
+                return Draft(_copy(tokens, start, k), confidence=torch.full((k,), rate))
         return Draft()
 
     def observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:

@@ -37,7 +37,7 @@ from dspark.types import Request, Round, SamplingParams
 
 OFF = "DSPARK_NO_PROFILE"
 """Set it to anything but 0 and no costs are measured or read."""
-SECONDS = 4.0
+SECONDS = 3.0
 SHORT, LONG = 64, 1024
 """Contexts of the passes, as far as the slots hold them."""
 LARGEST = 512
@@ -45,7 +45,7 @@ LARGEST = 512
 VERIFIED = 2
 """Drafts checked while drafting is timed; about what schedules choose."""
 TURNS = 7
-ROUNDS = 6
+ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def obtain(target: Target, drafter: Drafter, fingerprint: Fingerprint) -> Costs:
         again = " again, the table was not usable" if path.exists() else ""
     start = time.perf_counter()
     try:
-        table = measure(target, drafter, fingerprint)
+        table = measure(target, drafter, fingerprint, SECONDS)
     except ConfigError as e:
         return Costs(None, f"{e}: a fixed guess instead")
     reason = f"costs measured{again} in {time.perf_counter() - start:.1f} s"

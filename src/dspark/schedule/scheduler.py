@@ -128,5 +128,7 @@ class Scheduler:
     @property
     def messages(self) -> list[str]:
         """What whoever runs the engine should know now; one line each, none if all is well."""
-        found = [self.drift.message, self.cost.message if self.cost else None]
+        # Confidences that nobody calibrated are not expected to be right.
+        drift = self.drift.message if self.calibration else None
+        found = [drift, self.cost.message if self.cost else None]
         return [m for m in found if m is not None]
