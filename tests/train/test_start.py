@@ -10,6 +10,8 @@ import torch
 
 from dspark.drafters.block import BlockModel
 from dspark.errors import ConfigError
+from dspark.train import setup
+from dspark.train.features import Features
 from dspark.train.prior import needs_start, start_markov_head
 from dspark.train.setup import decide, make_model
 from dspark.train.trainer import Outcome
@@ -79,9 +81,50 @@ def test_a_second_stage_begins_with_the_weights_of_the_first(tmp_path: Path) -> 
         model.state_dict().items(), first.model.state_dict().values(), strict=True
     ):
         wanted = other.bfloat16().float()
+        if name == "fc.weight":  # as it reads features that were not divided by their spread
+            assert first.scale is not None
+            wanted = (other * first.scale).bfloat16().float()
         if name == "markov_head.markov_w2.weight":
             mine, wanted = mine[run.draft_ids], wanted[run.draft_ids]
         assert torch.equal(mine, wanted), name
+
+
+def test_a_second_stage_computes_what_the_first_did(tmp_path: Path) -> None:
+    """The factors that the saved `fc` took in are divided out again."""
+    first = tiny_runs.trainer(tiny_runs.run(tmp_path / "a"))
+    first.train()
+    second = tiny_runs.trainer(changed(tmp_path / "b", start_from=str(tmp_path / "a" / "drafter")))
+    assert first.scale is not None and second.scale is not None
+    assert float(first.scale.max()) < 0.5  # or this would show nothing
+    before, after = first.evaluate(), second.evaluate()
+    assert after["loss"] == pytest.approx(before["loss"], rel=0.01)  # bf16 on the way
+
+
+@pytest.mark.parametrize("form", ["mtp", "dspark"])
+def test_a_large_constant_channel_does_not_drown_the_others(tmp_path: Path, form: str) -> None:
+    run = tiny_runs.run(tmp_path, form)
+    features = setup.make_features(run)
+    plain = setup.feature_scale(run, features)
+
+    class Loud:
+        def __getitem__(self, i: int) -> Features:
+            f = features[i]
+            hidden = f.hidden.clone()
+            hidden[:, 3::64] = 500 + hidden[:, 3::64]
+            hidden[:, 5::64] *= 100
+            return replace(f, hidden=hidden)
+
+    loud = setup.feature_scale(run, Loud())  # type: ignore[arg-type]
+    constant = torch.arange(len(loud)) % 64 == 3
+    louder = torch.arange(len(loud)) % 64 == 5
+    assert (loud[constant] * 500 < 0.05).all()
+    torch.testing.assert_close(loud[louder] * 100, plain[louder], rtol=1e-3, atol=1e-5)
+    rest = ~(constant | louder)
+    torch.testing.assert_close(loud[rest], plain[rest])
+    if form == "mtp":
+        model = setup.make_model(run)
+        setup.standardise(model, loud)
+        assert float(model.hnorm.weight[3].detach().abs()) < 0.05  # type: ignore[union-attr]
 
 
 def test_another_drafter_is_refused_by_what_differs(tmp_path: Path) -> None:

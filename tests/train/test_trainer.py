@@ -119,7 +119,10 @@ def test_it_learns(tmp_path: Path) -> None:
     assert written.training["anchors"] == made.counters.anchors
     assert written.training["accepted_length"] == made.estimate["accepted_length"] > 1
     assert written.training["temperature"] == 1.0 and written.training["text"] == made.run.text
-    for name, p in made.weights().items():
+    assert made.scale is not None  # factors on the features, which the saved `fc` has taken in
+    trained = made.weights()
+    trained["fc.weight"] = trained["fc.weight"] * made.scale
+    for name, p in trained.items():
         torch.testing.assert_close(written.model.state_dict()[name].float(), p.bfloat16().float())
 
 

@@ -71,6 +71,9 @@ class DrafterSection:
     init_layers: tuple[int, ...] = ()
     """Target layers whose weights the draft layers start from; empty: random, std 0.02."""
     candidates: int = 0
+    standardise: bool = True
+    """Learn from target features of equal size: channels are divided by their spread, and nearly
+    constant ones fade. A block drafter's `fc` takes the factors in when it is saved."""
     start_from: str = ""
     """A drafter's checkpoint whose weights the run begins with: a second stage with other losses
     or other text. Sizes and options must be the same."""

@@ -251,6 +251,7 @@ def start_from(model: BlockModel | MtpModel, run: Run, directory: Path) -> None:
     if ids is not mine and (ids is None or mine is None or not torch.equal(ids, mine)):
         raise ConfigError(f"{directory} has another draft vocabulary than this run's text gives")
     model.load_state_dict(found.model.state_dict())
+    # Its `fc` reads features as they are; `Trainer` divides by the factors it multiplies with.
 
 
 def initialise(
@@ -296,6 +297,31 @@ def make_features(run: Run, on_progress: Progress | None = None) -> FeatureCache
         on_progress=on_progress,
     )
     return FeatureCache(run.directory)
+
+
+SCALE_SAMPLES = 64
+"""Sequences whose features tell the size of a channel."""
+
+
+def feature_scale(run: Run, features: FeatureCache | LiveFeatures) -> Tensor:
+    """[m * D] factors that give the channels of the drafter's features equal weight.
+
+    Of channel j with mean m and spread s over answers, s / (s^2 + m^2): 1 / s where it varies
+    around zero, and near 0 where it is nearly constant. The residual stream of many models has
+    a few huge constant channels, which would fill every sum and norm behind them.
+    """
+    chosen = run.training[:: max(1, len(run.training) // SCALE_SAMPLES)]
+    rows = torch.cat([f.hidden[f.start :].float() for f in map(features.__getitem__, chosen)])
+    rows = rows.view(len(rows), -1, run.drafter.hidden_size)[:, list(run.columns)].flatten(1)
+    mean, spread = rows.mean(0), rows.std(0, correction=0)
+    return spread / (spread.square() + mean.square()).clamp(min=1e-12)
+
+
+def standardise(model: BlockModel | MtpModel, scale: Tensor) -> None:
+    """Begin with equal channels where a norm comes first: in the weight of the MTP module's."""
+    if isinstance(model, MtpModel):
+        with torch.no_grad():
+            model.hnorm.weight.copy_(scale / scale.square().mean().sqrt())
 
 
 def make_teacher(run: Run, device: torch.device) -> Teacher:

@@ -84,8 +84,12 @@ class TrainStep(nn.Module):
         teacher: Teacher,
         weights: LossWeights,
         chunk: int = 64,
+        scale: Tensor | None = None,
     ) -> None:
+        """`scale` [m * D] multiplies a block drafter's features; whoever saves the model multiplies
+        the columns of its `fc` instead."""
         super().__init__()
+        self.scale = scale
         self.model = model
         self.teacher = teacher
         self.weights = weights
@@ -157,7 +161,7 @@ class TrainStep(nn.Module):
         return self._block_hidden(self.model, pack, embedded)
 
     def _block_hidden(self, model: BlockModel, pack: Pack, embedded: Tensor) -> Tensor:
-        context = model.context(pack.context)
+        context = model.context(pack.context if self.scale is None else pack.context * self.scale)
         spans = [
             [
                 Span(d.first_block, d.last_block, keys[d.first_row : d.last_row],

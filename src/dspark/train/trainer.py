@@ -35,7 +35,7 @@ from dspark.train.estimate import accepted_length, chances
 from dspark.train.features import FeatureCache, LiveFeatures
 from dspark.train.losses import TERMS, Terms
 from dspark.train.metrics import Metrics
-from dspark.train.setup import Run
+from dspark.train.setup import Run, feature_scale, standardise
 from dspark.train.state import Counters, State
 from dspark.train.step import Teacher, TrainStep
 
@@ -114,7 +114,9 @@ class Trainer:
         self.order = Order(run.samples, run.training, c)
         self.total = self.order.total_steps()
         self.model = model.to(device)
-        self.step = TrainStep(self.model, teacher, run.config.loss, c.chunk)
+        found = state.load(self.out)
+        self.scale = self._standardise(found is None)
+        self.step = TrainStep(self.model, teacher, run.config.loss, c.chunk, self.scale)
         if c.shard:
             if self.group.world == 1:
                 raise ConfigError("train.shard needs several processes: start them with torchrun")
@@ -134,10 +136,24 @@ class Trainer:
         self.estimate: dict[str, Any] = {}
         self._flat: Tensor | None = None
         self._steps, self._norms, self._seconds = 0, 0.0, 0.0
-        found = state.load(self.out)
         if found is not None:
             state.check_same(self.depends, found.depends, self.out)
             self._restore(found)
+
+    def _standardise(self, fresh: bool) -> Tensor | None:
+        """The factors on a block drafter's features, and the start that goes with them."""
+        section = self.run.config.drafter
+        if not section.standardise:
+            return None
+        scale = feature_scale(self.run, self.features).to(self.device)
+        if isinstance(self.model, BlockModel):
+            if section.start_from and fresh:
+                with torch.no_grad():
+                    self.model.fc.weight.div_(scale.clamp(min=1e-12))
+            return scale
+        if fresh and not section.start_from:
+            standardise(self.model, scale)
+        return None
 
     # One step.
 
@@ -343,6 +359,8 @@ class Trainer:
             "seed": self.config.seed,
             "config": self.run.config.flat(),
         }
+        if self.scale is not None:
+            model = {**model, "fc.weight": model["fc.weight"] * self.scale.cpu()}
         checkpoint.save(self.out / "drafter", self.run.drafter, model,
                         draft_ids=self.run.draft_ids, training=training)  # fmt: skip
 
