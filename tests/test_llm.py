@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from dspark.errors import (
     InvalidRequestError,
     ResourceError,
 )
+from dspark.schedule.calibration import Calibration
 from dspark.types import Round
 
 CONTEXT = 768
@@ -284,6 +286,24 @@ def test_another_drafter_can_be_set_and_a_bad_one_changes_nothing(llm: LLM) -> N
         llm.set_drafter("nope")
     assert (llm.drafter_name, llm.drafter_reason) == ("none", "as asked")
     assert llm.chat(MESSAGES, SHORT).stats.drafted == 0
+
+
+def test_a_calibration_beside_the_weights_is_found(llm: LLM, tmp_path: Path) -> None:
+    assert llm._calibration("ngram") is None and llm._calibration(str(tmp_path)) is None
+    Calibration((2.0, 1.5)).save(tmp_path / "calibration.json")
+    assert llm._calibration(str(tmp_path)) == Calibration((2.0, 1.5))
+
+
+def test_ways_to_verify(llm: LLM) -> None:
+    """Without measured costs nothing claims to adapt, and says why."""
+    assert llm.verify == "auto" and "DSPARK_NO_PROFILE" in llm.verify_reason
+    assert not llm.engine.scheduler.adapts
+    llm.set_drafter("ngram", verify="static:1")
+    assert max(llm.chat(MESSAGES, SHORT).stats.verified_at) > 0
+    assert len(llm.chat(MESSAGES, SHORT).stats.verified_at) == 1
+    with pytest.raises(ConfigError, match="unknown way to verify"):
+        llm.set_drafter("ngram", verify="sometimes")
+    assert llm.verify == "static:1"
 
 
 # -- the public surface ----------------------------------------------------------------------------

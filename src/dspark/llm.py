@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
 
-from dspark.drafters.base import Drafter, build
+from dspark.drafters.base import DRAFTERS, Drafter, build
 from dspark.drafters.trained import shipped as shipped_drafters
 from dspark.engine import profile
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
 from dspark.models.build import build_target, choose
 from dspark.models.loading import load_checkpoint
+from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
 from dspark.schedule.policy import DEFAULT as VERIFY
 from dspark.schedule.policy import parse
@@ -125,13 +127,23 @@ class LLM:
                 self._costs[key] = profile.obtain(self.target, drafter, self._fingerprint(*key))
             costs = self._costs[key]
         if (*key, mode) not in self._schedulers:
-            self._schedulers[*key, mode] = Scheduler(mode, table=costs.table)
+            self._schedulers[*key, mode] = Scheduler(
+                mode, table=costs.table, calibration=self._calibration(name)
+            )
         self._key = key
         self.drafter_name, self.drafter_reason = name, reason
         self.verify, self.verify_reason = mode, costs.reason
         self._engine = Engine(
             self.target, drafter, self.tokenizer, scheduler=self._schedulers[*key, mode]
         )
+
+    def _calibration(self, drafter: str) -> Calibration | None:
+        """What makes the drafter's confidences honest: `calibration.json` beside its weights."""
+        if drafter in DRAFTERS:
+            return None
+        folder = shipped_drafters(self.model_name).get(drafter) or Path(drafter).expanduser()
+        file = folder / "calibration.json"
+        return Calibration.load(file) if file.is_file() else None
 
     def measure_costs(self, seconds: float = profile.SECONDS) -> CostTable:
         """Measure what rounds of the current drafter cost, now. Raises ConfigError if a pass of
