@@ -35,7 +35,8 @@ class Failsafe(Drafter):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         known = [c for c in contexts if c.slot not in self._lost]
         try:
-            drafts = dict(zip((c.slot for c in known), self.inner.propose(known), strict=True))
+            found = self.inner.propose(known) if known else []
+            drafts = dict(zip((c.slot for c in known), found, strict=True))
         except AssertionError:
             raise
         except Exception as e:
@@ -48,7 +49,8 @@ class Failsafe(Drafter):
         self._lost -= {c.slot for c in committed if c.start == 0}
         told = [c for c in committed if c.slot not in self._lost]
         try:
-            self.inner.observe(told, features)
+            if told:
+                self.inner.observe(told, features)
         except AssertionError:
             raise
         except Exception as e:
