@@ -62,7 +62,8 @@ def test_two_processes_are_one(tmp_path: Path, two: Path, job: str) -> None:
     mine, theirs = rows(tmp_path), rows(two / job)
     assert [(r["split"], r["step"]) for r in mine] == [(r["split"], r["step"]) for r in theirs]
     for x, y in zip(mine, theirs, strict=True):
-        for key in x.keys() - {"anchors_per_second", "split"}:
+        told_by_whole_weights = {"served_length", "temperature"} if "shard" in more else set()
+        for key in x.keys() - {"anchors_per_second", "split"} - told_by_whole_weights:
             assert y[key] == pytest.approx(x[key], abs=2e-5, rel=2e-5), (key, x["step"])
     found = state.load(two / job)
     assert found is not None and found.counters.step == 10

@@ -117,7 +117,7 @@ def test_it_learns(tmp_path: Path) -> None:
     assert [r.step for r in reports if r.kind == "saved"] == list(range(5, 61, 5))
     written = checkpoint.load(tmp_path / "drafter")
     assert written.training["anchors"] == made.counters.anchors
-    assert written.training["accepted_length"] == made.estimate["accepted_length"] > 1
+    assert written.training["accepted_length"] == made.estimate["served_length"] > 1
     assert written.training["temperature"] == 1.0 and written.training["text"] == made.run.text
     assert made.scale is not None  # factors on the features, which the saved `fc` has taken in
     trained = made.weights()

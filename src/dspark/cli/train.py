@@ -94,7 +94,8 @@ def train(
         with interrupts() as interrupted, _reports(color, group.first) as on_report:
             outcome = trainer.train(on_report, interrupted)
         if group.first:
-            length = trainer.estimate.get("accepted_length")
+            estimate = trainer.estimate
+            length = estimate.get("served_length", estimate.get("accepted_length"))
             reached = "" if length is None else f", accepted length {length:.2f}"
             ui.note(
                 f"{outcome.value} at step {trainer.counters.step} of {trainer.total}{reached}:"

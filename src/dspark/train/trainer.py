@@ -292,7 +292,7 @@ class Trainer:
                     chances(self.step, self.make_pack([Item(i, -1)], None), temperature == 0)
                     for i in mine
                 )
-                return {"accepted_length": length, "temperature": temperature}
+                return {"served_length": length, "temperature": temperature}
         return {}
 
     def _means(self, flat: Tensor) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class Trainer:
     def _export(self, model: dict[str, Tensor]) -> None:
         n, estimate = self.counters, self.estimate
         training = {
-            "accepted_length": estimate.get("accepted_length"),
+            "accepted_length": estimate.get("served_length", estimate.get("accepted_length")),
             "accept": estimate.get("accept"),
             "temperature": estimate.get("temperature"),
             "held_out": self.run.config.text.held_out > 0,
