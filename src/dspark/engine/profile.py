@@ -110,8 +110,13 @@ def _passes(target: Target, drafter: Drafter, seconds: float) -> list[tuple[int,
     limit = min(target.num_slots * block, LARGEST)
     room = target.max_context - block
     short, long = min(SHORT, room // 4), min(LONG, room)
+    last = 0
 
     def probe(tokens: int, context: int) -> tuple[int, float, float]:
+        nonlocal last
+        if context < last:  # a target may hold too little to go back: its slots begin anew
+            target.forward(_spread(target, limit, block, 0))
+        last = context
         batch = _spread(target, tokens, block, context)
         start = time.perf_counter()
         target.forward(batch, drafter.feature_layers)
