@@ -47,7 +47,8 @@ def test_plain_decoding_has_no_acceptance(capsys: Capture) -> None:
 def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
     argv = split(
         """generate hi -m some/model -d none --num-draft-tokens 3 --dtype fp32 --device cpu
-        --verify static:2 --threads 2 --max-context 64 --temp 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --seed 3
+        --verify static:2 --threads 2 --max-context 64 --temp 0.5 --top-p 0.9 --top-k 7 --min-p 0.1
+        --seed 3
         --max-tokens 4 --stop a --stop b --min-tokens 1 --ignore-eos --presence-penalty 0.1
         --frequency-penalty 0.2 --repetition-penalty 1.1 --logprobs 1 --json --system Hush."""
     )
