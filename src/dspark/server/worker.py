@@ -210,6 +210,7 @@ class Worker:
         self._live.pop(job.request.id, None)
         with self._lock:
             self._open -= 1
+        self._show_load()  # before its client can ask: an ended request is in no figure
         job.deliver(last)
 
     def _cancel(self, request_id: str) -> None:
