@@ -87,7 +87,7 @@ def bench(
 ) -> None:
     """Measure drafters against plain decoding, and check that their texts are the same."""
     config = compare.BenchConfig(
-        drafters=tuple(_split([drafters])),
+        drafters=tuple(ui.split([drafters])),
         num_draft_tokens=num_draft_tokens,
         verify=verify,
         max_tokens=max_tokens,
@@ -95,7 +95,7 @@ def bench(
         seed=seed,
         repeat=repeat,
     )
-    chosen = load_prompts(_split(prompts or [DEFAULT_PROMPTS]), limit)
+    chosen = load_prompts(ui.split(prompts or [DEFAULT_PROMPTS]), limit)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         # Minutes of measuring shall not end in this error.
         raise ConfigError(f"cannot write {json_file}: its folder does not exist")
@@ -123,10 +123,6 @@ def bench(
         ui.note(f"error: {difference}: speculation must not change a greedy text")
     if report.differences:
         raise typer.Exit(1)
-
-
-def _split(values: list[str]) -> list[str]:
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
 
 
 @contextmanager
@@ -176,16 +172,16 @@ def _print_table(report: compare.Report, color: ui.Color) -> None:
         same = {True: "yes", False: "NO", None: "-"}[r.identical_to_none]
         table.add_row(
             r.drafter,
-            _number(r.tokens_per_second, 1),
-            _number(r.speedup_vs_none, 2, "x"),
-            _number(r.accepted_length, 2),
-            _number(share, 0, " %"),
-            _number(r.draft_ms, 2),
-            _number(r.verify_ms, 2),
-            _number(r.other_ms, 2),
-            _number(r.ttft_ms, 0),
+            ui.number(r.tokens_per_second, 1),
+            ui.number(r.speedup_vs_none, 2, "x"),
+            ui.number(r.accepted_length, 2),
+            ui.number(share, 0, " %"),
+            ui.number(r.draft_ms, 2),
+            ui.number(r.verify_ms, 2),
+            ui.number(r.other_ms, 2),
+            ui.number(r.ttft_ms, 0),
             str(r.tokens),
-            _number(r.seconds, 1),
+            ui.number(r.seconds, 1),
             same,
         )
     console.print(table)
@@ -196,10 +192,6 @@ def _print_table(report: compare.Report, color: ui.Color) -> None:
     print(f"prompts: {report.prompts.name}, {len(report.prompts)} of them, one at a time")
     paint = ui.Paint(ui.wants_color(color, sys.stdout))
     print(paint.muted("\n".join(f"  {k}: {v}" for k, v in compare.DEFINITIONS.items())))
-
-
-def _number(value: float | None, digits: int, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def _write(file: Path, text: str) -> None:

@@ -121,7 +121,7 @@ def eval_(
         repeat=repeat,
     )
     estimates = _estimates(config, estimate)
-    sources = dict.fromkeys(_split(prompts or [DEFAULT_PROMPTS])) or {DEFAULT_PROMPTS: None}
+    sources = dict.fromkeys(ui.split(prompts or [DEFAULT_PROMPTS])) or {DEFAULT_PROMPTS: None}
     sets = [load_prompts([source], limit) for source in sources]
     # Minutes of measuring shall not end in these errors.
     if picture_file is not None:
@@ -158,13 +158,9 @@ def eval_(
             )
 
 
-def _split(values: Sequence[str]) -> list[str]:
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
-
-
 def _numbers(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in _split([text]))
+        return tuple(float(part) for part in ui.split([text]))
     except ValueError as error:
         raise ConfigError(
             f"--temperatures {text}: expected numbers separated by commas, such as 0,1"
@@ -268,11 +264,11 @@ def _lengths(rows: Sequence[tuple[tuple[str, ...], evaluate.Result]]) -> Table:
             *key,
             str(r.texts),
             str(r.rounds),
-            _number(r.drafted_per_round, 2),
-            _number(r.accepted_length, 2),
-            _number(r.standard_error, 2),
-            _number(r.full_block_length, 2),
-            _number(share, 0, " %"),
+            ui.number(r.drafted_per_round, 2),
+            ui.number(r.accepted_length, 2),
+            ui.number(r.standard_error, 2),
+            ui.number(r.full_block_length, 2),
+            ui.number(share, 0, " %"),
             end_section=r.prompts == evaluate.MEAN,
         )
     return table
@@ -300,11 +296,7 @@ def _verdict(a: evaluate.Agreement, drafter: str) -> str:
     doubt = "" if a.certain else unsure
     return (
         f"estimate of {drafter}: served {a.served:.2f}{error} on these prompts at temperature "
-        f"{a.temperature:g} (full blocks {_number(a.served_full_blocks, 2)}), estimated in "
+        f"{a.temperature:g} (full blocks {ui.number(a.served_full_blocks, 2)}), estimated in "
         f"training {a.estimated:.2f} ({a.source}): {a.difference * 100:+.1f} %, {verdict} "
         f"{evaluate.CLOSE * 100:.0f} %{doubt}"
     )
-
-
-def _number(value: float | None, digits: int, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
@@ -113,6 +114,16 @@ def stats_json(stats: Stats) -> dict[str, Any]:
     derived = ("accepted_length", "acceptance_rate", "acceptance_by_position",
                "tokens_per_second", "itl_ms")  # fmt: skip
     return asdict(stats) | {name: getattr(stats, name) for name in derived}
+
+
+def split(values: Sequence[str]) -> list[str]:
+    """Names of an option that may be repeated and may hold commas."""
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """A table's cell; `-` where a figure does not apply."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ LEAST_LOGPROB = -9999.0
 """JSON has no minus infinity."""
 
 
-class Reply:
+class Reply(ABC):
     """One response; `name` is its id."""
 
     object_whole: ClassVar[str]
@@ -85,20 +86,20 @@ class Reply:
 
     # -- what the two kinds differ in --------------------------------------------------------------
 
-    def _choice(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, index: int, text: str, logprobs: Any) -> dict[str, Any]: ...
 
-    def _first(self, index: int) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _first(self, index: int) -> list[dict[str, Any]]: ...
 
-    def _delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]: ...
 
-    def _last(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _last(self, index: int) -> dict[str, Any]: ...
 
-    def _entries(self, index: int, found: Sequence[TokenLogprob] | None) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _entries(self, index: int, found: Sequence[TokenLogprob] | None) -> Any: ...
 
     def _text_of(self, token: int) -> tuple[str, bytes]:
         """A token for a reader; half a character shows as a replacement, a special token's name."""
