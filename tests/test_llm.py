@@ -327,3 +327,12 @@ def test_every_public_name_resolves() -> None:
         assert getattr(dspark, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         dspark.nope  # noqa: B018
+
+
+def test_a_drafter_that_sizes_its_drafts_is_not_cut_again() -> None:
+    """Prompt lookup weighs lengths itself; a second cut by costs lost most of a repeating text."""
+    llm = LLM(max_users=1, max_context=256)
+    llm.set_drafter("ngram")
+    assert llm.verify == "all"
+    llm.set_drafter("ngram", verify="causal")
+    assert llm.verify == "causal"

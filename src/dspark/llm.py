@@ -110,7 +110,7 @@ class LLM:
         self._refuse_if_busy()
         name, reason = self._choose_drafter(name)
         mode = "all" if whole_drafts else verify or self._verify
-        needs_costs = not parse(mode).own_draft_only
+        parse(mode)  # better refused before weights are read
         key = (name, num_draft_tokens)
         if key not in self._drafters:
             self._drafters[key] = build(
@@ -121,6 +121,9 @@ class LLM:
                 carried=self._carried,
             )
         drafter = self._drafters[key]
+        if mode == "auto" and drafter.sizes_drafts:
+            mode = "all"  # it has weighed the lengths already: a second cut only loses tokens
+        needs_costs = not parse(mode).own_draft_only
         costs = profile.Costs(None, "")
         if needs_costs and drafter.cap:
             if key not in self._costs:

@@ -69,6 +69,8 @@ class Committed:
 class Drafter(ABC):
     """Proposes tokens; see the module docstring."""
 
+    sizes_drafts: bool = False
+    """It offers only what it expects to pay: `--verify auto` then checks all of it."""
     cap: int = 8
     """Longest block it drafts; 0: it never does. What drafting costs is told by this."""
     feature_layers: tuple[int, ...] = ()

@@ -98,6 +98,8 @@ class _Slot:
 class NgramDrafter(Drafter):
     """Prompt lookup with a length that follows recent acceptance; see the module docstring."""
 
+    sizes_drafts = True
+
     def __init__(self, target: Target, num_draft_tokens: int | None = None) -> None:
         """`num_draft_tokens` caps a block: None is 10, 0 never drafts. ConfigError below 0."""
         if num_draft_tokens is not None and num_draft_tokens < 0:
