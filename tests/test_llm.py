@@ -296,7 +296,8 @@ def test_a_calibration_beside_the_weights_is_found(llm: LLM, tmp_path: Path) -> 
 
 def test_ways_to_verify(llm: LLM) -> None:
     """Without measured costs nothing claims to adapt, and says why."""
-    assert llm.verify == "auto" and "DSPARK_NO_PROFILE" in llm.verify_reason
+    llm.set_drafter("ngram", verify="lagged")
+    assert llm.verify == "lagged" and "DSPARK_NO_PROFILE" in llm.verify_reason
     assert not llm.engine.scheduler.adapts
     llm.set_drafter("ngram", verify="static:1")
     assert max(llm.chat(MESSAGES, SHORT).stats.verified_at) > 0
