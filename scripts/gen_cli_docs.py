@@ -29,12 +29,22 @@ def page() -> str:
     root: Any = typer.main.get_command(app)
     assert exit_codes is not None
     parts = [HEAD, _verb(root, "dspark", "dspark [OPTIONS] VERB ..."), exit_codes.split("\n\n")[1]]
-    for name, command in root.commands.items():
+    parts += _verbs(root, "dspark")
+    return "\n".join(part.strip() + "\n" for part in parts)
+
+
+def _verbs(group: Any, prefix: str) -> list[str]:
+    """The verbs of a group, each followed by those of its own."""
+    parts = []
+    for name, command in group.commands.items():
         arguments = "".join(
             f" [{p.name.upper()}]" for p in command.params if p.param_type_name == "argument"
         )
-        parts.append(_verb(command, f"dspark {name}", f"dspark {name}{arguments} [OPTIONS]"))
-    return "\n".join(part.strip() + "\n" for part in parts)
+        title = f"{prefix} {name}"
+        parts.append(_verb(command, title, f"{title}{arguments} [OPTIONS]"))
+        if hasattr(command, "commands"):
+            parts += _verbs(command, title)
+    return parts
 
 
 def _verb(command: Any, title: str, usage: str) -> str:

@@ -39,6 +39,7 @@ DEFAULT_PROMPTS = PREFIX + BUILTIN[0]
 
 
 def bench(
+    context: typer.Context,
     model: opt.ModelOption = "default",
     drafters: Annotated[
         str, typer.Option(help="Names, separated by commas; 'none' always takes part.")
@@ -86,6 +87,9 @@ def bench(
     ] = ui.Color.auto,
 ) -> None:
     """Measure drafters against plain decoding, and check that their texts are the same."""
+    if context.invoked_subcommand is not None:
+        _refuse_misplaced(context)
+        return
     config = compare.BenchConfig(
         drafters=tuple(ui.split([drafters])),
         num_draft_tokens=num_draft_tokens,
@@ -123,6 +127,19 @@ def bench(
         ui.note(f"error: {difference}: speculation must not change a greedy text")
     if report.differences:
         raise typer.Exit(1)
+
+
+def _refuse_misplaced(context: typer.Context) -> None:
+    """What stands before the name of another benchmark is an option of this one, and would be
+    ignored there."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            kind = context.invoked_subcommand
+            raise ConfigError(
+                f"{param.opts[0]} stands before {kind!r}: expected 'dspark bench {kind}' and then"
+                " its options"
+            )
 
 
 @contextmanager
