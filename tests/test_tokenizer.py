@@ -89,6 +89,16 @@ def test_default_model_equals_transformers(smollm: Tokenizer, theirs: Any) -> No
             assert smollm.decode(ids, skip_special=skip) == expected
 
 
+def test_the_way_that_frees_other_threads_gives_the_same_ids(smollm: Tokenizer) -> None:
+    """`encode` of the library, one text at a time, is the reference."""
+    for text in [*TEXTS, " ".join(TEXTS) * 50, *jumbles("abc ABC 019 \n\té日🎉\u0301<|>", 100)]:
+        for special in (False, True):
+            expected = smollm._backend.encode(text, add_special_tokens=special).ids
+            assert smollm.encode(text, add_special=special) == expected, repr(text)
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        smollm.encode("half \ud800")
+
+
 @pytest.mark.parametrize(("text", "ids"), LLAMA_CPP)
 def test_default_model_equals_llama_cpp(smollm: Tokenizer, text: str, ids: list[int]) -> None:
     assert smollm.encode(text) == ids == smollm.encode(text, add_special=True)

@@ -76,7 +76,9 @@ class Tokenizer:
         """Ids of `text`; special tokens written in it are recognised. `add_special` adds what the
         model wants in front of a text (BOS)."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+            # Not `encode`, which holds the interpreter's lock: a long text would stop all threads.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
+            ids: list[int] = batch[0].ids
         except TypeError as e:  # what the library makes of a str that UTF-8 cannot express
             raise InvalidRequestError(
                 "the text is not valid Unicode: it holds half of a surrogate pair"
