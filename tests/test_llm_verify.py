@@ -1,4 +1,4 @@
-"""What `LLM` makes of `verify`, costs and drafters: the default run loses no token to its scheduler.
+"""What `LLM` makes of `verify`, costs and drafters: a default run loses no token to its schedule.
 
 A tiny model in int8. The drafter is an oracle with confidences that depend on its tokens, the cost
 table is given: so all that is left is the choice of lengths.

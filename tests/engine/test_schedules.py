@@ -301,7 +301,7 @@ ENDS = tuple(range(0, 257, 12))
 
 
 def stress(model: Decoder, n: int) -> tuple[list[Request], set[str], Engine, Flaky, Engine]:
-    """Requests, those that may be cancelled, an engine with a flaky drafter, one with a sound one."""
+    """Requests, those that may be cancelled, an engine with a flaky drafter and one without."""
     rng = random.Random(3)
     q = torch.softmax(torch.randn(257, 257, generator=torch.Generator().manual_seed(3)) * 3, 1)
     flaky = Flaky(Doubter(SampledDrafter(q, 4)), 0.02)
