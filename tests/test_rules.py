@@ -23,6 +23,7 @@ MODULES = {
 MAY_IMPORT: dict[str, str] = {
     # nouns and mathematics
     "errors": "",
+    "client": "errors",
     "types": "errors",
     "sampling": "errors types",
     "verify": "errors types sampling",
@@ -36,14 +37,17 @@ MAY_IMPORT: dict[str, str] = {
     "llm": "errors types sampling tokenizer schedule models drafters engine",
     # above the public face
     "train": "errors types sampling tokenizer schedule models drafters llm",
-    "bench": "errors types schedule llm",
+    "bench": "errors client types schedule llm",
     "interop": "errors types tokenizer models drafters llm",
     "server": "errors types tokenizer engine llm",
-    "cli": "errors types tokenizer schedule models drafters llm train bench interop server",
+    "cli": "errors client types tokenizer schedule models drafters llm train bench interop server",
     "__main__": "cli",
     "": "errors types llm",
 }
-WITHOUT_TORCH = ("", "errors", "types", "schedule.prefix", "schedule.cost", "cli.main", "cli.ui")
+WITHOUT_TORCH = (
+    "", "errors", "types", "client", "schedule.prefix", "schedule.cost", "bench.serve",
+    "bench.serve_figures", "cli.main", "cli.ui",
+)  # fmt: skip
 """Modules that must not cost the seconds of `import torch`."""
 MAX_LINES = 400
 README_LINES = 200

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from dspark import __version__
-from dspark.cli import bench, generate
+from dspark.cli import bench, bench_serve, generate
 from dspark.cli import eval as evaluate
 from dspark.cli import export as exporting
 from dspark.cli import inspect as inspecting
@@ -53,6 +53,7 @@ app.command("profile", epilog=profiling.EPILOG)(profiling.profile)
 app.command("inspect", epilog=inspecting.EPILOG)(inspecting.inspect)
 # A group whose bare call measures, too: `dspark bench` stays what it was beside its kinds.
 benches = typer.Typer(callback=bench.bench, invoke_without_command=True, epilog=bench.EPILOG)
+benches.command("serve", epilog=bench_serve.EPILOG)(bench_serve.bench_serve)
 app.add_typer(benches, name="bench")
 
 
