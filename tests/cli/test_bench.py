@@ -28,8 +28,9 @@ def test_last_line_is_the_json(capsys: Capture) -> None:
     assert [list(r) for r in found["results"]] == [
         [
             "drafter", "tokens", "seconds", "tokens_per_second", "speedup_vs_none",
-            "accepted_length", "acceptance_rate", "acceptance_by_position", "draft_ms",
-            "verify_ms", "other_ms", "ttft_ms", "identical_to_none",
+            "drafted", "scheduled", "predicted", "accepted", "accepted_length",
+            "acceptance_rate", "acceptance_by_position", "draft_ms", "verify_ms", "other_ms",
+            "ttft_ms", "identical_to_none",
         ]
     ] * 2  # fmt: skip
     assert [r["drafter"] for r in found["results"]] == ["none", "ngram"]
@@ -40,7 +41,8 @@ def test_table_and_definitions_come_first(capsys: Capture) -> None:
     assert main(QUICK) == 0
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.strip().startswith("ngram"))
-    assert row.split()[:5] == ["ngram", "150.0", "1.50x", "1.80", "50"]
+    # Two texts of ten tokens: one of the prefill, then five rounds of two guesses, one right.
+    assert row.split()[:7] == ["ngram", "150.0", "1.50x", "20", "0.0", "10", "1.80"]
     assert row.split()[-1] == "yes"
     assert "acceptance by position, ngram: 1.00 0.00" in out
     assert "speedup_vs_none: tokens_per_second / that of none" in out

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dspark.errors import ConfigError
 from dspark.types import Output, SamplingParams, Stats
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dspark.bench.prompts import PromptSet
     from dspark.llm import LLM
 
+T = TypeVar("T")
 BASELINE = "none"
 WARM_UP_TOKENS = 8
 DOUBTFUL = 1.1
@@ -43,6 +44,10 @@ DEFINITIONS = {
     "tokens_per_second": "decoding speed: tokens behind the first one / time from the first to the "
     "last one; prefill excluded; median over repeats",
     "speedup_vs_none": "tokens_per_second / that of none in the same repeat; median over repeats",
+    "drafted, scheduled, accepted": "draft tokens that were guessed, of these verified, of these "
+    "right",
+    "predicted": "draft tokens expected to be accepted among the scheduled ones, by the drafter's "
+    "confidence",
     "accepted_length": "tokens a round yields, the target's own token included",
     "acceptance_rate": "accepted draft tokens / verified draft tokens",
     "acceptance_by_position": "[k] rounds that accepted draft token k / rounds that verified it "
@@ -108,6 +113,10 @@ class Result:
     seconds: float
     tokens_per_second: float | None
     speedup_vs_none: float | None
+    drafted: int
+    scheduled: int
+    predicted: float
+    accepted: int
     accepted_length: float | None
     acceptance_rate: float | None
     acceptance_by_position: list[float]
@@ -160,8 +169,8 @@ class Report:
             "doubts": list(self.doubts),
             "config": asdict(self.config),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": _machine(),
-            "versions": _versions(),
+            "machine": machine(),
+            "versions": versions(),
             "definitions": DEFINITIONS,
         }
 
@@ -178,7 +187,7 @@ def run(
     texts: list[Text] = []
     for repeat in range(config.repeat):
         for i in range(len(prompts)):
-            for drafter in _rotated(config.drafters, repeat + i):
+            for drafter in rotated(config.drafters, repeat + i):
                 output, seconds = _generate(llm, drafter, prompts, i, config)
                 texts.append(Text(drafter, repeat, i, output, seconds))
                 if on_text is not None:
@@ -205,9 +214,10 @@ def run(
     )
 
 
-def _rotated(names: Sequence[str], by: int) -> list[str]:
-    by %= len(names)
-    return [*names[by:], *names[:by]]
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The same in the same order, but beginning with another one."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]
 
 
 def _generate(
@@ -257,6 +267,10 @@ def _result(
         speedup_vs_none=_median(
             [s / b if s and b else None for s, b in zip(speeds, baseline, strict=True)]
         ),
+        drafted=stats.drafted,
+        scheduled=stats.verified,
+        predicted=stats.predicted,
+        accepted=stats.accepted,
         accepted_length=stats.accepted_length,
         acceptance_rate=stats.acceptance_rate,
         acceptance_by_position=stats.acceptance_by_position,
@@ -279,18 +293,24 @@ def _differences(texts: Sequence[Text]) -> dict[str, str]:
     found: dict[str, str] = {}
     for t in texts:
         ours, theirs = t.output.token_ids, expected[t.repeat, t.prompt]
-        if ours != theirs and t.drafter not in found:
-            same = 0
-            while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
-                same += 1
+        at = first_difference(ours, theirs)
+        if at is not None and t.drafter not in found:
             found[t.drafter] = (
                 f"the text of drafter {t.drafter} differs from that of {BASELINE} "
-                f"on prompt {t.prompt + 1}, from token {same + 1} on"
+                f"on prompt {t.prompt + 1}, from token {at + 1} on"
             )
     return found
 
 
-def _machine() -> dict[str, Any]:
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place where two texts are not the same, ends included; None if they are."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return i
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -302,7 +322,7 @@ def _machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform()}
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("dspark", "torch"):
         found[package] = importlib.metadata.version(package)

@@ -8,7 +8,6 @@ temperature 0. The measuring itself is in `dspark.bench.compare`.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dspark.bench import compare
+from dspark.bench.picture import check_file, replacing
 from dspark.bench.prompts import BUILTIN, PREFIX, load_prompts
 from dspark.cli import options as opt
 from dspark.cli import ui
@@ -100,9 +100,8 @@ def bench(
         repeat=repeat,
     )
     chosen = load_prompts(ui.split(prompts or [DEFAULT_PROMPTS]), limit)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        # Minutes of measuring shall not end in this error.
-        raise ConfigError(f"cannot write {json_file}: its folder does not exist")
+    if json_file is not None:
+        check_file(json_file)
     llm = opt.load_llm(
         model,
         drafter=compare.BASELINE,
@@ -119,7 +118,8 @@ def bench(
     _print_table(report, color)
     line = json.dumps(ui.finite(report.as_json()), ensure_ascii=False, allow_nan=False)
     if json_file is not None:
-        _write(json_file, line + "\n")
+        with replacing(json_file) as temporary:
+            temporary.write_text(line + "\n", encoding="utf-8")
     print(line, flush=True)
     for doubt in report.doubts:
         ui.note(f"warning: {doubt}")
@@ -145,31 +145,15 @@ def _refuse_misplaced(context: typer.Context) -> None:
 @contextmanager
 def _progress(color: ui.Color, total: int) -> Iterator[Callable[[compare.Text], None]]:
     """A bar on standard error with the speed of every drafter so far; nothing when piped."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    on = ui.wants_color(color, sys.stderr)
-    bar = Progress(
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        Remaining(),
-        TextColumn("{task.fields[rates]}", markup=False),
-        console=Console(stderr=True, no_color=not on, highlight=False),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
     tokens: dict[str, int] = defaultdict(int)
     ms: dict[str, float] = defaultdict(float)
-    with bar:
-        task = bar.add_task("", total=total, rates="warming up")
+    with ui.progress(color, total, note="warming up") as advance:
 
         def on_text(text: compare.Text) -> None:
             tokens[text.drafter] += text.output.stats.round_tokens
             ms[text.drafter] += text.output.stats.decode_ms
             rates = (f"{name} {tokens[name] / ms[name] * 1e3:.1f}" for name in ms if ms[name])
-            bar.update(task, advance=1, rates=" · ".join(rates) + " tok/s")
+            advance(1, " · ".join(rates) + " tok/s")
 
         yield on_text
 
@@ -179,8 +163,9 @@ def _print_table(report: compare.Report, color: ui.Color) -> None:
     from rich.table import Table
 
     console = ui.stdout_console(color)
-    names = ("drafter", "tok/s", "speed-up", "accepted\nlength", "accept-\nance", "draft\nms",
-             "verify\nms", "other\nms", "TTFT\nms", "tokens", "seconds", "same\ntext")  # fmt: skip
+    names = ("drafter", "tok/s", "speed-up", "sched-\nuled", "pre-\ndicted", "accep-\nted",
+             "accepted\nlength", "accept-\nance", "draft\nms", "verify\nms", "other\nms",
+             "TTFT\nms", "tokens", "seconds", "same\ntext")  # fmt: skip
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for name in names:
         table.add_column(name, justify="left" if name == names[0] else "right", no_wrap=True)
@@ -191,6 +176,9 @@ def _print_table(report: compare.Report, color: ui.Color) -> None:
             r.drafter,
             ui.number(r.tokens_per_second, 1),
             ui.number(r.speedup_vs_none, 2, "x"),
+            str(r.scheduled),
+            f"{r.predicted:.1f}",
+            str(r.accepted),
             ui.number(r.accepted_length, 2),
             ui.number(share, 0, " %"),
             ui.number(r.draft_ms, 2),
@@ -209,14 +197,3 @@ def _print_table(report: compare.Report, color: ui.Color) -> None:
     print(f"prompts: {report.prompts.name}, {len(report.prompts)} of them, one at a time")
     paint = ui.Paint(ui.wants_color(color, sys.stdout))
     print(paint.muted("\n".join(f"  {k}: {v}" for k, v in compare.DEFINITIONS.items())))
-
-
-def _write(file: Path, text: str) -> None:
-    """Under another name first: a reader never finds half a file."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)  # os.replace: at once, or not at all
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from error

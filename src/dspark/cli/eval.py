@@ -183,25 +183,8 @@ def _estimates(config: evaluate.EvalConfig, given: float | None) -> dict[str, ev
 @contextmanager
 def _progress(color: ui.Color, total: int) -> Iterator[Callable[[evaluate.Step], None]]:
     """A bar on standard error with what is measured and how fast; nothing when piped."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    on = ui.wants_color(color, sys.stderr)
-    bar = Progress(
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        Remaining(),
-        TextColumn("{task.fields[rate]}", markup=False),
-        console=Console(stderr=True, no_color=not on, highlight=False),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-        speed_estimate_period=600,  # seconds; a batch of texts may take more than the usual 30
-    )
     tokens, seconds = 0, 0.0
-    with bar:
-        task = bar.add_task("", total=total, rate="first texts")
+    with ui.progress(color, total, note="first texts") as advance:
 
         def on_step(step: evaluate.Step) -> None:
             nonlocal tokens, seconds
@@ -209,7 +192,7 @@ def _progress(color: ui.Color, total: int) -> Iterator[Callable[[evaluate.Step],
             seconds += step.seconds
             rate = f"{tokens / seconds:.0f} tok/s · " if seconds else ""
             where = f"{step.drafter} at {step.temperature:g} on {step.prompts}"
-            bar.update(task, advance=len(step.outputs), rate=rate + where)
+            advance(len(step.outputs), rate + where)
 
         yield on_step
 

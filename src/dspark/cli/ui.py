@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
@@ -77,6 +78,32 @@ def stdout_console(mode: Color = Color.auto) -> Console:
     return Console(
         file=sys.stdout, no_color=not on, force_terminal=on, width=width, highlight=False
     )
+
+
+@contextmanager
+def progress(
+    color: Color, total: int, label: str = "measuring", note: str = ""
+) -> Iterator[Callable[[int, str], None]]:
+    """A bar on standard error; nothing when piped. Call what it gives with how much was done since,
+    and with what to say beside the bar (a rate)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    bar = Progress(
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Remaining(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=Console(stderr=True, no_color=not wants_color(color, sys.stderr), highlight=False),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+        speed_estimate_period=600,  # seconds; one step may take more than the usual 30
+    )
+    with bar:
+        task = bar.add_task("", total=total, note=note)
+        yield lambda done, text: bar.update(task, advance=done, note=text)
 
 
 def resolved_line(llm: LLM) -> str:
