@@ -24,6 +24,7 @@ from dspark.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from dspark.bench.evaluate import Report, Result
 
@@ -89,7 +90,6 @@ def draw(report: Report, file: Path) -> None:
     Raises ConfigError if that fails, ResourceError without matplotlib.
     """
     check_picture(file)
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -139,9 +139,16 @@ def draw(report: Report, file: Path) -> None:
         title="tried: all before it accepted · band: 95 % if rounds were independent",
         title_fontsize=8.5,
     )
-    # Without a date and with a fixed salt for ids, equal numbers give an equal SVG file.
+    save(figure, file, f"{title}, {model} tokens")
+
+
+def save(figure: Figure, file: Path, title: str) -> None:
+    """Write a figure, at once: without a date and with a fixed salt for ids, equal numbers give an
+    equal SVG file. Raises ConfigError."""
+    import matplotlib
+
     with replacing(file) as temporary, matplotlib.rc_context({"svg.hashsalt": "dspark"}):
-        metadata: dict[str, Any] = {"Title": f"{title}, {model} tokens"}
+        metadata: dict[str, Any] = {"Title": title}
         if file.suffix.lower() == ".svg":
             metadata["Date"] = None
         figure.savefig(temporary, dpi=150, metadata=metadata)

@@ -16,7 +16,8 @@ from typing import Annotated
 import typer
 
 from dspark import __version__
-from dspark.cli import bench, bench_serve, generate
+from dspark.cli import bench, bench_load, bench_serve, generate
+from dspark.cli import calibrate as calibrating
 from dspark.cli import eval as evaluate
 from dspark.cli import export as exporting
 from dspark.cli import inspect as inspecting
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
 app.command("serve", epilog=serving.EPILOG)(serving.serve)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
+app.command("calibrate", epilog=calibrating.EPILOG)(calibrating.calibrate)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)
 app.command("train", epilog=training.EPILOG)(training.train)
 app.command("export", epilog=exporting.EPILOG)(exporting.export)
@@ -53,6 +55,7 @@ app.command("profile", epilog=profiling.EPILOG)(profiling.profile)
 app.command("inspect", epilog=inspecting.EPILOG)(inspecting.inspect)
 # A group whose bare call measures, too: `dspark bench` stays what it was beside its kinds.
 benches = typer.Typer(callback=bench.bench, invoke_without_command=True, epilog=bench.EPILOG)
+benches.command("load", epilog=bench_load.EPILOG)(bench_load.bench_load)
 benches.command("serve", epilog=bench_serve.EPILOG)(bench_serve.bench_serve)
 app.add_typer(benches, name="bench")
 
