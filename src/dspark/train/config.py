@@ -20,13 +20,16 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dspark.drafters.config import HeadType
 from dspark.errors import ConfigError
 from dspark.train.losses import LossWeights
 
 DrafterKind = Literal["dspark", "dflash", "mtp", "block"]
+Range = tuple[str, float, float, float | None]
+"""Name, value, least and largest one allowed (None: no limit)."""
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,15 @@ class TextSection:
     files: tuple[str, ...] = ()
     max_tokens: int = 512
     held_out: int | float = 0.02
+
+    def check(self) -> None:
+        """Raises ConfigError without files or for a number out of range."""
+        if not self.files:
+            raise ConfigError("text.files is empty: name the JSON Lines files to train on")
+        check_ranges(
+            ("text.max_tokens", self.max_tokens, 3, None),
+            ("text.held_out", self.held_out, 0, None),
+        )
 
 
 @dataclass(frozen=True)
@@ -104,19 +116,10 @@ class FeaturesSection:
 
 
 @dataclass(frozen=True)
-class TrainSection:
-    """Of `steps`, `epochs` and `anchors` one is given; none of them is one epoch. Of
-    `anchors_per_step` and `sequences_per_step` likewise."""
+class Steps:
+    """What every run says of its steps, whatever it trains."""
 
     out: str = "runs/drafter"
-    steps: int = 0
-    epochs: float = 0.0
-    anchors: int = 0
-    anchors_per_sequence: int = 0
-    """Drawn anew in every epoch; 0 takes all."""
-    anchors_per_step: int = 512
-    """A step takes whole sequences until it has as many."""
-    sequences_per_step: int = 0
     lr: float = 6e-4
     warmup: float = 0.04
     """Share of all steps."""
@@ -127,20 +130,64 @@ class TrainSection:
     """Of matrices; norms and biases have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
-    chunk: int = 64
-    """Blocks whose logits exist at a time."""
-    autocast: Literal["none", "bf16"] = "none"
     seed: int = 0
     save_every: int = 200
     eval_every: int = 200
     log_every: int = 10
-    eval_anchors_per_sequence: int = 32
     max_minutes: float = 0.0
     """Stop after so long with a state to go on from; 0: no limit."""
     threads: int = 0
     """CPU threads; 0: PyTorch's choice."""
+
+    def ranges(self) -> list[Range]:
+        """What the numbers may be."""
+        return [
+            *((f"train.{n}", getattr(self, n), 0, None) for n in (
+                "lr", "weight_decay", "seed", "max_minutes", "threads")),
+            *((f"train.{n}", getattr(self, n), 1, None) for n in (
+                "save_every", "eval_every", "log_every")),
+            ("train.warmup", self.warmup, 0, 1),
+            ("train.min_lr", self.min_lr, 0, 1),
+            ("train.betas[0]", self.betas[0], 0, 0.9999),
+            ("train.betas[1]", self.betas[1], 0, 0.999999),
+            ("train.clip", self.clip, 1e-6, None),
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainSection(Steps):
+    """Of `steps`, `epochs` and `anchors` one is given; none of them is one epoch. Of
+    `anchors_per_step` and `sequences_per_step` likewise."""
+
+    steps: int = 0
+    epochs: float = 0.0
+    anchors: int = 0
+    anchors_per_sequence: int = 0
+    """Drawn anew in every epoch; 0 takes all."""
+    anchors_per_step: int = 512
+    """A step takes whole sequences until it has as many."""
+    sequences_per_step: int = 0
+    chunk: int = 64
+    """Blocks whose logits exist at a time."""
+    autocast: Literal["none", "bf16"] = "none"
+    eval_anchors_per_sequence: int = 32
     shard: bool = False
     """Shard weights, gradients and Adam's state over the processes of torchrun (FSDP2)."""
+
+    def ranges(self) -> list[Range]:
+        return [
+            *super().ranges(),
+            *((f"train.{n}", getattr(self, n), 0, None) for n in (
+                "steps", "epochs", "anchors", "anchors_per_sequence", "sequences_per_step")),
+            *((f"train.{n}", getattr(self, n), 1, None) for n in (
+                "anchors_per_step", "chunk", "eval_anchors_per_sequence")),
+        ]  # fmt: skip
+
+    def check_length(self) -> None:
+        """Raises ConfigError if the length of the run is told twice."""
+        given = [n for n in ("steps", "epochs", "anchors") if getattr(self, n)]
+        if len(given) > 1:
+            raise ConfigError(f"train.{given[0]} and train.{given[1]} are both given: take one")
 
 
 @dataclass(frozen=True)
@@ -155,45 +202,47 @@ class TrainConfig:
     train: TrainSection = field(default_factory=TrainSection)
 
     def __post_init__(self) -> None:
-        t = self.train
-        if not self.text.files:
-            raise ConfigError("text.files is empty: name the JSON Lines files to train on")
-        for name, value, low, high in (
-            ("text.max_tokens", self.text.max_tokens, 3, None),
-            ("text.held_out", self.text.held_out, 0, None),
+        self.text.check()
+        check_ranges(
             ("features.pass_tokens", self.features.pass_tokens, 1, None),
-            ("loss.decay", self.loss.decay, 1e-3, None),
-            *((f"loss.{n}", getattr(self.loss, n), 0, None) for n in ("ce", "kl", "tv", "conf")),
-            *((f"train.{n}", getattr(t, n), 0, None) for n in (
-                "steps", "epochs", "anchors", "anchors_per_sequence", "sequences_per_step", "lr",
-                "weight_decay", "seed", "max_minutes", "threads")),
-            *((f"train.{n}", getattr(t, n), 1, None) for n in (
-                "anchors_per_step", "chunk", "save_every", "eval_every", "log_every",
-                "eval_anchors_per_sequence")),
-            ("train.warmup", t.warmup, 0, 1),
-            ("train.min_lr", t.min_lr, 0, 1),
-            ("train.betas[0]", t.betas[0], 0, 0.9999),
-            ("train.betas[1]", t.betas[1], 0, 0.999999),
-            ("train.clip", t.clip, 1e-6, None),
-        ):  # fmt: skip
-            if value < low or (high is not None and value > high):
-                upper = "up" if high is None else f"to {high}"
-                raise ConfigError(f"{name}={value} is out of range: expected {low} {upper}")
-        given = [n for n in ("steps", "epochs", "anchors") if getattr(t, n)]
-        if len(given) > 1:
-            raise ConfigError(f"train.{given[0]} and train.{given[1]} are both given: take one")
+            *loss_ranges(self.loss),
+            *self.train.ranges(),
+        )
+        self.train.check_length()
 
     def flat(self) -> dict[str, Any]:
-        """`section.key` -> value, as JSON has it."""
-        return {
-            f"{section}.{key}": list(value) if isinstance(value, tuple) else value
-            for section, values in asdict(self).items()
-            for key, value in values.items()
-        }
+        return flat(self)
+
+
+def check_ranges(*ranges: Range) -> None:
+    """Raises ConfigError for the first value outside of its range."""
+    for name, value, low, high in ranges:
+        if value < low or (high is not None and value > high):
+            upper = "up" if high is None else f"to {high}"
+            raise ConfigError(f"{name}={value} is out of range: expected {low} {upper}")
+
+
+def loss_ranges(loss: LossWeights) -> list[Range]:
+    terms = [(f"loss.{n}", getattr(loss, n), 0, None) for n in ("ce", "kl", "tv", "conf")]
+    return [("loss.decay", loss.decay, 1e-3, None), *terms]
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """`section.key` -> value of a configuration of sections, as JSON has it."""
+    return {
+        f"{section}.{key}": list(value) if isinstance(value, tuple) else value
+        for section, values in asdict(config).items()
+        for key, value in values.items()
+    }
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a file and apply overrides. Raises ConfigError in one line for whatever is wrong."""
+    return from_raw(read(path, overrides))
+
+
+def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Sections of keys as they stand in a file, with overrides. Raises ConfigError."""
     try:
         with Path(path).open("rb") as file:
             raw = tomllib.load(file)
@@ -208,7 +257,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
         if not equals or not dot:
             raise ConfigError(f"override {text!r}: expected section.key=value")
         raw.setdefault(section, {})[key] = _parse(value.strip())
-    return from_raw(raw)
+    return raw
 
 
 def _parse(value: str) -> Any:
@@ -221,7 +270,12 @@ def _parse(value: str) -> Any:
 
 def from_raw(raw: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
     """Dictionaries of sections to a configuration. Raises ConfigError."""
-    sections = get_type_hints(TrainConfig)
+    return build(TrainConfig, raw)
+
+
+def build(form: type[C], raw: Mapping[str, Mapping[str, Any]]) -> C:
+    """The same for any dataclass whose fields are sections."""
+    sections = get_type_hints(form)
     built = {}
     for section, values in raw.items():
         if section not in sections:
@@ -239,7 +293,7 @@ def from_raw(raw: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
         built[section] = sections[section](
             **{k: _convert(v, known[k], f"{section}.{k}") for k, v in values.items()}
         )
-    return TrainConfig(**built)
+    return form(**built)
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -29,7 +29,7 @@ from dspark.errors import ConfigError, DSparkError
 from dspark.train import distributed, state
 from dspark.train.anchors import Pack, choose, pack_blocks
 from dspark.train.batches import Item, Order, Place, anchor_rng
-from dspark.train.config import TrainSection
+from dspark.train.config import Steps
 from dspark.train.distributed import Group
 from dspark.train.estimate import accepted_length, chances
 from dspark.train.features import FeatureCache, LiveFeatures
@@ -56,7 +56,7 @@ class Report:
     values: dict[str, Any]
 
 
-def learning_rate(step: int, total: int, c: TrainSection) -> float:
+def learning_rate(step: int, total: int, c: Steps) -> float:
     """Of step 0 .. total - 1: a straight line up to `lr`, then half a cosine down; never above."""
     warm = round(c.warmup * total)
     if step < warm:

@@ -1,0 +1,99 @@
+"""The official layout on disk: names, dtypes, files; read for training and written for serving.
+
+Training holds the routed experts of a layer in two tensors (`layers.py`), the official layout each
+matrix of each expert by itself. Weights are written in bf16; what the published checkpoints hold in
+fp32 (mixings, sinks, positions, router biases) is fp32 here, too. A drafter is written into a
+directory of its own: `config.json` with the target's sizes and `model.safetensors` with `mtp.*`.
+
+Files are written under other names and moved into place, the weights last: a directory that has
+them is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark.errors import CheckpointError
+from dspark.models.deepseek_v4.config import V4Config
+from dspark.models.weights import WeightSource
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_STACKED = re.compile(r"(.*\.ffn\.experts)\.(w13|w2)")
+_FP32 = re.compile(r".*(hc_\w+_(fn|base|scale)|attn_sink|ape|gate\.bias)")
+
+
+def official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Trained tensors under their official names, experts apart, in the dtypes of a checkpoint."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            out[name] = tensor
+        elif match[2] == "w2":
+            out |= {f"{match[1]}.{e}.w2.weight": w for e, w in enumerate(tensor)}
+        else:
+            for e, both in enumerate(tensor):
+                out |= {
+                    f"{match[1]}.{e}.{w}.weight": part
+                    for w, part in zip(("w1", "w3"), both.chunk(2), strict=True)
+                }
+    return {n: _stored(n, t) for n, t in out.items()}
+
+
+def _stored(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor.contiguous()
+    return tensor.to(torch.float32 if _FP32.fullmatch(name) else torch.bfloat16).contiguous()
+
+
+def trained(
+    weights: WeightSource, names: Mapping[str, Tensor], config: V4Config
+) -> dict[str, Tensor]:
+    """The tensors `names` (of a module's state) out of a checkpoint, in fp32. Raises
+    CheckpointError for a missing or misshapen one."""
+    out: dict[str, Tensor] = {}
+    for name, like in names.items():
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            found = weights.tensor(name)
+        else:
+            parts = ("w2",) if match[2] == "w2" else ("w1", "w3")
+            found = torch.stack(
+                [
+                    torch.cat([weights.tensor(f"{match[1]}.{e}.{w}.weight") for w in parts])
+                    for e in range(config.num_experts)
+                ]
+            )
+        if found.shape != like.shape:
+            raise CheckpointError(
+                f"{name} has shape {list(found.shape)}, the configuration wants {list(like.shape)}"
+            )
+        out[name] = found.to(like.dtype)
+    return out
+
+
+def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """`config.json` and the weights. Raises CheckpointError if the disk does not take them."""
+    temporary = directory / f".{WEIGHTS}.part"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / CONFIG, config)
+        save_file(dict(tensors), temporary, {"format": "pt"})
+        temporary.replace(directory / WEIGHTS)
+    except (OSError, RuntimeError) as e:  # safetensors reports a full disk as an error of its own
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {directory}: {e}") from e
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
