@@ -84,10 +84,11 @@ class LoadConfig:
             # dict.fromkeys drops repetitions and keeps the order
             given = dict.fromkeys(n for n in getattr(self, name) if n != BASELINE)
             object.__setattr__(self, name, tuple(given))
-        from dspark.schedule.policy import parse  # numpy, which `--help` does without
+        if self.verify != ("auto",):
+            from dspark.schedule.policy import parse  # numpy, which `--help` does without
 
-        for mode in self.verify:
-            parse(mode)
+            for mode in self.verify:
+                parse(mode)
 
 
 @dataclass(frozen=True)
