@@ -25,6 +25,7 @@ from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
 from dspark.models.build import build_target, choose
 from dspark.models.loading import load_checkpoint
+from dspark.schedule.calibration import FILE as CALIBRATION
 from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
 from dspark.schedule.policy import DEFAULT as VERIFY
@@ -86,7 +87,7 @@ class LLM:
         self._verify = verify
         self._drafters: dict[tuple[str, int | None], Drafter] = {}
         self._costs: dict[tuple[str, int | None], profile.Costs] = {}
-        self._schedulers: dict[tuple[str, int | None, str], Scheduler] = {}
+        self._schedulers: dict[tuple[str, int | None, str, bool], Scheduler] = {}
         self.set_drafter(drafter, num_draft_tokens)
 
     def set_drafter(
@@ -96,12 +97,14 @@ class LLM:
         *,
         whole_drafts: bool = False,
         verify: str | None = None,
+        calibrated: bool = True,
     ) -> None:
         """Go on with another drafter over the same loaded target.
 
         name          `auto`, a registered or shipped drafter, or a directory with a checkpoint
         verify        as for `LLM`; None takes the one that was given there
         whole_drafts  short for verify="all"
+        calibrated    apply the `calibration.json` beside the drafter's weights, if there is one
 
         Drafters and what their schedulers learned are kept. Raises ConfigError for an unknown name,
         an unknown way to verify or a block length the drafter cannot honour, CheckpointError for
@@ -129,24 +132,36 @@ class LLM:
             if key not in self._costs:
                 self._costs[key] = profile.obtain(self.target, drafter, self._fingerprint(*key))
             costs = self._costs[key]
-        if (*key, mode) not in self._schedulers:
-            self._schedulers[*key, mode] = Scheduler(
-                mode, table=costs.table, calibration=self._calibration(name)
+        kind = (*key, mode, calibrated)
+        if kind not in self._schedulers:
+            self._schedulers[kind] = Scheduler(
+                mode,
+                table=costs.table,
+                calibration=self._calibration(name) if calibrated else None,
             )
         self._key = key
         self.drafter_name, self.drafter_reason = name, reason
         self.verify, self.verify_reason = mode, costs.reason
         self._engine = Engine(
-            self.target, drafter, self.tokenizer, scheduler=self._schedulers[*key, mode]
+            self.target, drafter, self.tokenizer, scheduler=self._schedulers[kind]
         )
 
     def _calibration(self, drafter: str) -> Calibration | None:
         """What makes the drafter's confidences honest: `calibration.json` beside its weights."""
-        if drafter in DRAFTERS:
+        folder = self._folder(drafter)
+        file = None if folder is None else folder / CALIBRATION
+        return Calibration.load(file) if file is not None and file.is_file() else None
+
+    def _folder(self, drafter: str) -> Path | None:
+        """Where its weights are; None without any, and for those in the model's own checkpoint."""
+        if drafter in DRAFTERS or drafter in {d.kind for d in self._carried}:
             return None
-        folder = shipped_drafters(self.model_name).get(drafter) or Path(drafter).expanduser()
-        file = folder / "calibration.json"
-        return Calibration.load(file) if file.is_file() else None
+        return shipped_drafters(self.model_name).get(drafter) or Path(drafter).expanduser()
+
+    @property
+    def drafter_folder(self) -> Path | None:
+        """The directory of the current drafter's weights, if it has one of its own."""
+        return self._folder(self.drafter_name)
 
     def measure_costs(self, seconds: float = profile.SECONDS) -> CostTable:
         """Measure what rounds of the current drafter cost, now. Raises ConfigError if a pass of

@@ -185,7 +185,8 @@ class Round:
     `drafted` is everything the drafter proposed, of which the first `verified` were in the pass and
     the first `accepted` were emitted. `emitted` are the tokens that the round added to the text (it
     ends early at a stop). `predicted` of the verified ones were expected to be accepted, by the
-    drafter's confidence. Times are those of the whole pass, shared by all its requests.
+    drafter's confidence, calibrated where the scheduler has a calibration. Times are those of the
+    whole pass, shared by all its requests.
     """
 
     request_id: str
@@ -198,6 +199,8 @@ class Round:
     verify_ms: float
     other_ms: float
     predicted: float = 0.0
+    confidence: tuple[float, ...] | None = None
+    """[len(drafted)] as in `Draft`: the drafter's own, before any calibration."""
 
 
 @dataclass

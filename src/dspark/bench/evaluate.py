@@ -39,11 +39,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.errors import CheckpointError, ConfigError, InvalidRequestError
+from dspark.bench.prompts import PromptSet, encode
+from dspark.errors import CheckpointError, ConfigError
 from dspark.types import Output, SamplingParams, Stats
 
 if TYPE_CHECKING:
-    from dspark.bench.prompts import PromptSet
     from dspark.llm import LLM
 
 CLOSE = 0.05
@@ -256,7 +256,7 @@ def run(
     InvalidRequestError for a prompt that does not fit, both before any text is written.
     """
     names = {d: _load(llm, d, config) for d in config.drafters}
-    ids = [_encode(llm, s) for s in sets]
+    ids = [encode(llm, s) for s in sets]
     results: list[Result] = []
     for drafter, name in names.items():
         _load(llm, drafter, config)
@@ -288,18 +288,6 @@ def _load(llm: LLM, drafter: str, config: EvalConfig) -> str:
     """Switch to a drafter and return its name, which for `auto` is what that came to."""
     llm.set_drafter(drafter, config.num_draft_tokens, verify=config.verify)
     return f"{llm.drafter_name} (auto)" if drafter == "auto" else drafter
-
-
-def _encode(llm: LLM, prompts: PromptSet) -> list[tuple[int, ...]]:
-    many = [llm.encode_prompt(p) for p in prompts.prompts]
-    room = llm.target.max_context
-    for number, ids in enumerate(many, start=1):
-        if len(ids) >= room:
-            raise InvalidRequestError(
-                f"{prompts.name}: prompt {number} has {len(ids)} tokens and the context holds "
-                f"{room}, one of them for the answer: shorten it or raise --max-context"
-            )
-    return many
 
 
 def _write(

@@ -16,8 +16,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from dspark.llm import LLM
 
 BUILTIN = ("chat", "code", "math", "summarise")
 """The kinds that ship with the package, written for it: `builtin:chat` and so on."""
@@ -52,6 +56,19 @@ def load_prompts(sources: Sequence[str], limit: int | None = None) -> PromptSet:
         digest.update(raw)
         prompts += _parse(source, raw)[:limit]
     return PromptSet("+".join(sources), digest.hexdigest(), tuple(prompts))
+
+
+def encode(llm: LLM, prompts: PromptSet) -> list[tuple[int, ...]]:
+    """Token ids of each prompt as one user turn. Raises InvalidRequestError if one is too long."""
+    many = [llm.encode_prompt(p) for p in prompts.prompts]
+    room = llm.target.max_context
+    for number, ids in enumerate(many, start=1):
+        if len(ids) >= room:
+            raise InvalidRequestError(
+                f"{prompts.name}: prompt {number} has {len(ids)} tokens and the context holds "
+                f"{room}, one of them for the answer: shorten it or raise --max-context"
+            )
+    return many
 
 
 def _builtin_names() -> str:

@@ -17,6 +17,7 @@ import typer
 
 from dspark import __version__
 from dspark.cli import bench, bench_load, bench_serve, generate
+from dspark.cli import calibrate as calibrating
 from dspark.cli import eval as evaluate
 from dspark.cli import export as exporting
 from dspark.cli import inspect as inspecting
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
 app.command("serve", epilog=serving.EPILOG)(serving.serve)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
+app.command("calibrate", epilog=calibrating.EPILOG)(calibrating.calibrate)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)
 app.command("train", epilog=training.EPILOG)(training.train)
 app.command("export", epilog=exporting.EPILOG)(exporting.export)

@@ -333,6 +333,7 @@ class Engine:
             assert s.finish_reason is not None
             self._running.remove(s)
             self._free_slots.append(s.slot)
+            None if draft.confidence is None else tuple(draft.confidence.tolist()),
             self.drafter.release(s.slot)
             self._outputs[s.request.id] = s.output(s.finish_reason)
 

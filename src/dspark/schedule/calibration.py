@@ -39,6 +39,8 @@ from dspark.errors import CheckpointError, ConfigError
 from dspark.schedule.admission import Array, tempered
 from dspark.schedule.files import read_json, write_json
 
+FILE = "calibration.json"
+"""Its name beside a drafter's weights."""
 BINS = 15
 GRID = np.logspace(-1, 1, 41)
 MIN_SAMPLES = 1000
