@@ -112,6 +112,9 @@ class Scripted:
             drafter = OracleDrafter({tuple(prompt): tuple(text)}, block, right)
         self.engine = Engine(self.target, drafter, self.tokenizer)
 
+    def plain_speed(self) -> float:
+        return 50.0
+
     def encode_prompt(self, prompt: Any, raw: bool = False) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
@@ -155,7 +158,7 @@ class Running:
         self.wait(lambda: self.worker.open_requests == 0)
         engine = self.worker.ready().engine
         self.wait(lambda: not engine.has_work)
-        assert len(engine._free_slots) == engine.target.num_slots
+        assert len(engine._slots.free) == engine.target.num_slots
         assert not engine._outputs and not engine._arrived
 
 

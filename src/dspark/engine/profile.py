@@ -23,11 +23,13 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 
 from dspark.drafters.base import Drafter
+from dspark.drafters.none import NoDrafter
 from dspark.engine.engine import Engine
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.target import Batch, Segment, Target, pack
@@ -46,6 +48,7 @@ VERIFIED = 2
 """Drafts checked while drafting is timed; about what schedules choose."""
 TURNS = 7
 ROUNDS = 5
+PLAIN_ROUNDS, PLAIN_SECONDS = 20, 1.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,18 @@ def measure(
     verify = _passes(target, drafter, seconds / 2)
     draft, other = _rounds(target, drafter, seconds / 2)
     return CostTable.fit(fingerprint, verify, draft, other)
+
+
+def plain_speed(target: Target) -> float:
+    """Tokens a second that one text gets without a drafter, on the path of all texts: the median
+    round behind a short prompt, of about a second's."""
+    rounds: list[Round] = []
+    rng, start = np.random.default_rng(0), time.perf_counter()
+    while len(rounds) < PLAIN_ROUNDS:
+        rounds += _live(target, NoDrafter(target), 1, rng)
+        if time.perf_counter() - start > PLAIN_SECONDS:
+            break
+    return 1e3 / median(r.draft_ms + r.verify_ms + r.other_ms for r in rounds)
 
 
 # -- passes --------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from dspark.server.schema import (
     TokenizeRequest,
 )
 from dspark.server.sse import EventStream
+from dspark.server.web import Page
 from dspark.server.worker import Done, Model, Worker
 
 log = logging.getLogger("dspark.server")
@@ -81,8 +82,15 @@ def create_app(load: Callable[[], Model], settings: Settings) -> FastAPI:
         title="dspark", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.worker, app.state.metrics = worker, metrics
-    app.add_middleware(Guard, api_key=settings.api_key, max_body=settings.max_body)
+    page = Page()
+    app.add_middleware(
+        Guard,
+        api_key=settings.api_key,
+        max_body=settings.max_body,
+        open_paths=frozenset({"/health", "/v1/health", *page.paths}),
+    )
     errors.install(app)
+    page.install(app)
     for path, endpoint, method in _Routes(worker, metrics, settings).table():
         for prefix in ("/v1", ""):
             app.add_api_route(
@@ -118,6 +126,7 @@ class _Routes:
             ("/detokenize", self.detokenize, "POST"),
             ("/health", self.health, "GET"),
             ("/version", self.version, "GET"),
+            ("/info", self.info, "GET"),
             ("/metrics", self.metrics, "GET"),
         ]
 
@@ -173,7 +182,12 @@ class _Routes:
         name += uuid.uuid4().hex
         logprobs = wanted[0][1].logprobs is not None
         reply = kind(
-            name, model.model_name, model.tokenizer, logprobs=logprobs, usage=body.wants_usage
+            name,
+            model.model_name,
+            model.tokenizer,
+            logprobs=logprobs,
+            usage=body.wants_usage,
+            rounds=body.wants_rounds,
         )
         answer = Answer(self._worker, name, wanted, arrived)
         if body.stream:
@@ -275,6 +289,20 @@ class _Routes:
 
     async def version(self) -> Response:
         return Json({"version": __version__})
+
+    async def info(self) -> Response:
+        """What the page tells about the server."""
+        model = self._worker.ready()
+        return Json(
+            {
+                "version": __version__,
+                "model": model.model_name,
+                "drafter": model.drafter_name,
+                "max_model_len": model.engine.target.max_context,
+                "max_users": model.engine.target.num_slots,
+                "plain_tokens_per_second": self._worker.plain_speed,
+            }
+        )
 
     async def metrics(self) -> Response:
         page = self._metrics.page().decode()

@@ -113,7 +113,7 @@ def of_validation(errors: list[Any]) -> ApiError:
     path = [str(p) for p in first["loc"] if p != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {context.get('error', first['msg'])}")
-    if first["type"] in ("model_attributes_type", "not_an_object"):
+    if not path and first["type"] in ("model_attributes_type", "not_an_object"):
         return ApiError(
             400, "the body must be a JSON object, sent with Content-Type: application/json"
         )

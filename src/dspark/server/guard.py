@@ -1,7 +1,8 @@
 """What is refused before it is read: requests without the key, and bodies that are too large.
 
 Plain ASGI rather than a route's business, so that it holds for every path, also for those that do
-not exist. Only /health answers without the key.
+not exist. Without the key only /health answers, and the files of the page, which hold nothing of
+this server; what the page asks for needs the key.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dspark.server.errors import ApiError
 
-OPEN_PATHS = ("/health", "/v1/health")
-
 
 class Guard:
-    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body: int) -> None:
-        self._app, self._max_body = app, max_body
+    def __init__(
+        self, app: ASGIApp, *, api_key: str | None, max_body: int, open_paths: frozenset[str]
+    ) -> None:
+        self._app, self._max_body, self._open_paths = app, max_body, open_paths
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,7 +35,7 @@ class Guard:
         await self._app(scope, self._limited(receive), send)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-        if self._key is not None and path not in OPEN_PATHS:
+        if self._key is not None and path not in self._open_paths:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
             if scheme.lower() != "bearer" or not right:

@@ -30,10 +30,18 @@ class Reply(ABC):
     object_chunk: ClassVar[str]
 
     def __init__(
-        self, name: str, model: str, tokenizer: Tokenizer, *, logprobs: bool, usage: bool
+        self,
+        name: str,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        usage: bool,
+        rounds: bool = False,
     ) -> None:
         self._head = {"id": name, "created": int(time.time()), "model": model}
         self._tokenizer, self._logprobs, self._wants_usage = tokenizer, logprobs, usage
+        self._wants_rounds = rounds
         self._done: dict[int, Done] = {}
         self._started: set[int] = set()
 
@@ -68,9 +76,26 @@ class Reply(ABC):
             out += [self._chunk([c]) for c in self._first(index)]
         text = "".join(c.text for c in event.chunks)
         entries = self._entries(index, _logprobs(event.chunks))
-        if text or entries is not None:
-            out.append(self._chunk([self._delta(index, text, entries) | {"finish_reason": None}]))
+        if text or entries is not None or self._wants_rounds:
+            chunk = self._chunk([self._delta(index, text, entries) | {"finish_reason": None}])
+            out.append(chunk | (self._rounds(event) if self._wants_rounds else {}))
         return out
+
+    def _rounds(self, event: Tokens) -> dict[str, Any]:
+        """Which tokens the delta is made of, and the round they come from. The texts of `tokens`
+        joined are the delta; those of `draft` are the guesses as they stood."""
+        tokens = [{"id": c.token, "text": c.text, "drafted": c.drafted} for c in event.chunks]
+        r = event.round
+        found = None if r is None else {
+            "index": r.index,
+            "draft": [self._text_of(t)[0] for t in r.drafted],
+            "verified": r.verified,
+            "accepted": r.accepted,
+            "draft_ms": r.draft_ms,
+            "verify_ms": r.verify_ms,
+            "other_ms": r.other_ms,
+        }  # fmt: skip
+        return {"dspark": {"tokens": tokens, "round": found}}
 
     def end(self, choices: int) -> list[dict[str, Any]]:
         """The message with the usage, if it was asked for."""

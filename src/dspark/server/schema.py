@@ -113,6 +113,12 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
+class Extension(Fields):
+    """What no other server knows, under one name of its own."""
+
+    rounds: bool | None = None
+
+
 class Generation(Fields):
     """What both kinds of completion have in common."""
 
@@ -134,6 +140,7 @@ class Generation(Fields):
     min_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    dspark: Extension | None = None
     # Labels without an effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -162,6 +169,8 @@ class Generation(Fields):
     def _stream_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise _problem("stream_options", "stream_options needs stream: true")
+        if self.wants_rounds and not self.stream:
+            raise _problem("dspark", "dspark.rounds needs stream: true")
         return self
 
     @property
@@ -171,6 +180,10 @@ class Generation(Fields):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_rounds(self) -> bool:
+        return self.dspark is not None and bool(self.dspark.rounds)
 
     def params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
         """For the engine. Choice i of a seeded request has seed + i, so that they differ and each

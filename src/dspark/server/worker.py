@@ -47,6 +47,10 @@ class Model(Protocol):
 
     def encode_prompt(self, prompt: Any, raw: bool = False) -> tuple[int, ...]: ...
 
+    def plain_speed(self) -> float:
+        """Tokens a second of one text without a drafter, measured now."""
+        ...
+
 
 @dataclass(frozen=True)
 class Accepted:
@@ -55,9 +59,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one round emitted."""
+    """What one round emitted; the first token of a text is the prompt's and has no round."""
 
     chunks: tuple[Chunk, ...]
+    round: Round | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Job:
     deliver: Callable[[Event], None]
     figures: Figures
     emitted: int = 0
+    round: Round | None = None
+    """The one that has just been counted, until its tokens are handed out."""
 
 
 class Worker:
@@ -98,6 +105,8 @@ class Worker:
     ) -> None:
         self.model: Model | None = None
         self.failure: BaseException | None = None
+        self.plain_speed: float | None = None
+        """Tokens a second without the drafter, measured once in front of the first request."""
         self._load, self._metrics, self._max_queue = load, metrics, max_queue
         self.on_ready, self.on_failure = on_ready, on_failure
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -164,6 +173,7 @@ class Worker:
             self._engine = model.engine
             self._engine.on_round = self._on_round
             self._speculates = model.drafter_name != "none"
+            self.plain_speed = model.plain_speed() if self._speculates else None
             self.model = model
             self.on_ready(model)
         except BaseException as e:  # whoever started us raises it
@@ -247,7 +257,9 @@ class Worker:
 
     def _on_round(self, r: Round) -> None:
         self._metrics.round(r)
-        self._live[r.request_id].figures.add(r)
+        job = self._live[r.request_id]
+        job.figures.add(r)
+        job.round = r
 
     def _hand_out(self, job: Job, chunks: tuple[Chunk, ...]) -> None:
         now, m, f = time.perf_counter(), self._metrics, job.figures
@@ -260,7 +272,8 @@ class Worker:
         f.last = now
         m.tokens(generated=len(chunks))
         job.emitted += len(chunks)
-        job.deliver(Tokens(chunks))
+        job.deliver(Tokens(chunks, job.round))
+        job.round = None
         if chunks[-1].finish_reason is None:
             return
         output = self._engine.take_output(job.request.id)

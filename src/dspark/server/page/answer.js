@@ -1,0 +1,102 @@
+// One answer: its text, token by token, and what its rounds came to.
+
+function element(name, className, text) {
+  const found = document.createElement(name);
+  if (className) found.className = className;
+  if (text !== undefined) found.textContent = text;
+  return found;
+}
+
+export const number = (value, digits = 1) =>
+  value === null || value === undefined || !Number.isFinite(value) ? "–" : value.toFixed(digits);
+
+export function question(text) {
+  const item = element("li", "question");
+  item.append(element("span", "hidden", "You: "), element("p", "", text));
+  return item;
+}
+
+export class Answer {
+  constructor() {
+    this.item = element("li", "answer");
+    this.body = element("p", "text waiting");
+    this.note = element("p", "note");
+    this.item.append(element("span", "hidden", "Model: "), this.body, this.note);
+    this.rounds = [];
+    this.text = "";
+    this.tokens = 0;
+    this.ms = 0;
+    this.final = null;
+  }
+
+  // What one message of the stream brought.
+  add({ tokens, round }) {
+    this.body.classList.remove("waiting");
+    const number = round ? this.rounds.length : -1;
+    const span = (token) => {
+      const found = element("span", token.drafted ? "t a" : "t o", token.text);
+      if (round) found.dataset.round = number;
+      return found;
+    };
+    const accepted = tokens.filter((t) => t.drafted);
+    const own = tokens.filter((t) => !t.drafted);
+    this.body.append(...accepted.map(span));
+    if (round) {
+      // Where a text ends among accepted guesses, nobody judged those behind its end.
+      const judged = own.length ? round.verified : round.accepted;
+      for (const text of round.draft.slice(round.accepted, judged)) {
+        const guess = element("del", "rejected", text.replaceAll("\n", "⏎"));
+        guess.dataset.round = number;
+        this.body.append(guess);
+      }
+      this.rounds.push({ ...round, judged, emitted: tokens.length });
+      this.ms += round.draft_ms + round.verify_ms + round.other_ms;
+    }
+    this.body.append(...own.map(span));
+    this.tokens += tokens.length;
+    this.text += tokens.map((t) => t.text).join("");
+  }
+
+  // Tokens behind the first one by the time of their rounds; the server's own figure at the end.
+  get rate() {
+    if (this.final) return this.final.tokens_per_second;
+    return this.ms ? (this.#inRounds() / this.ms) * 1000 : null;
+  }
+
+  get length() {
+    return this.rounds.length ? this.#inRounds() / this.rounds.length : null;
+  }
+
+  get acceptance() {
+    const verified = this.rounds.reduce((sum, r) => sum + r.verified, 0);
+    const accepted = this.rounds.reduce((sum, r) => sum + r.accepted, 0);
+    return verified ? accepted / verified : null;
+  }
+
+  #inRounds() {
+    return this.rounds.reduce((sum, r) => sum + r.emitted, 0);
+  }
+
+  end(how) {
+    this.body.classList.remove("waiting");
+    const parts = [`${this.tokens} tokens`];
+    if (this.rate) parts.push(`${number(this.rate)} tok/s`);
+    if (this.length) parts.push(`${number(this.length)} a round`);
+    if (how) parts.push(how);
+    this.note.textContent = parts.join(" · ");
+  }
+
+  fail(message) {
+    this.body.classList.remove("waiting");
+    const error = element("p", "error", message);
+    error.setAttribute("role", "alert");
+    this.item.append(error);
+  }
+
+  // Light up the tokens of one round; null lights none.
+  mark(round) {
+    for (const lit of this.body.querySelectorAll(".lit")) lit.classList.remove("lit");
+    if (round === null) return;
+    for (const token of this.body.querySelectorAll(`[data-round="${round}"]`)) token.classList.add("lit");
+  }
+}

@@ -1,0 +1,58 @@
+// The figures beside the conversation: of the answer that streams, or of one chosen later.
+
+import { number } from "./answer.js";
+import { Strip } from "./strip.js";
+
+const $ = (id) => document.getElementById(id);
+
+export class Panel {
+  constructor() {
+    this.answer = null;
+    this.plain = null;
+    this.strip = new Strip($("strip"), $("readout"), (round) => this.answer?.mark(round));
+  }
+
+  serve({ plain_tokens_per_second: plain, drafter }) {
+    this.plain = plain;
+    $("plain-row").hidden = plain === null;
+    $("plain").textContent = number(plain);
+    const own = "This answer: its tokens behind the first one, by the time of their rounds.";
+    $("speed-note").textContent =
+      plain === null
+        ? `${own} The server runs without a drafter, so this is plain decoding.`
+        : `${own} Plain decoding: measured when the server started, on this machine, with the same model and ` +
+          `without the drafter (${drafter}), for one text with a short prompt. Other users of the server slow ` +
+          "this answer and not that measurement.";
+  }
+
+  // Show another answer's rounds.
+  show(answer) {
+    this.answer?.mark(null);
+    this.answer = answer;
+    this.strip.clear();
+    answer?.rounds.forEach((round) => this.strip.add(round));
+    this.refresh();
+  }
+
+  add(round) {
+    this.strip.add(round);
+    this.refresh();
+  }
+
+  refresh() {
+    const { rate = null, length = null, acceptance = null, rounds = [] } = this.answer ?? {};
+    const most = Math.max(rate ?? 0, this.plain ?? 0) || 1;
+    $("rate").textContent = number(rate);
+    $("rate-bar").setAttribute("width", ((rate ?? 0) / most) * 100);
+    $("plain-bar").setAttribute("width", ((this.plain ?? 0) / most) * 100);
+    const ratio = rate && this.plain ? rate / this.plain : null;
+    $("ratio").hidden = ratio === null;
+    $("times").textContent = `${number(ratio, 2)}×`;
+    $("length").textContent = number(length, 2);
+    $("acceptance").textContent = acceptance === null ? "–" : `${Math.round(acceptance * 100)} %`;
+    $("rounds").textContent = rounds.length || "–";
+    if (rounds.length) {
+      this.strip.describe(`${rounds.length} rounds, ${number(length, 2)} tokens each in the mean. Arrow keys step.`);
+    }
+  }
+}
