@@ -170,6 +170,11 @@ class LLM:
         drafter = self._drafters[self._key]
         return profile.measure(self.target, drafter, self._fingerprint(*self._key), seconds)
 
+    def plain_speed(self) -> float:
+        """Tokens a second of one text without a drafter, measured now, in about a second."""
+        self._refuse_if_busy()
+        return profile.plain_speed(self.target)
+
     def _fingerprint(self, drafter: str, num_draft_tokens: int | None) -> dict[str, object]:
         """What measured costs belong to."""
         t = self.target
