@@ -53,6 +53,7 @@ class FakeLLM:
         *,
         whole_drafts: bool = False,
         verify: str | None = None,
+        calibrated: bool = True,
     ) -> None:
         if name not in ("none", "ngram", "liar", "blind", "lucky"):
             raise ConfigError(f"unknown drafter {name!r}: expected one of none, ngram")

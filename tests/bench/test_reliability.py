@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dspark.bench import reliability
-from dspark.bench.calibrate import CalibrateConfig, Position, Report
+from dspark.bench.calibrate import Position, Report
+from dspark.bench.calibrate_config import CalibrateConfig
 from dspark.errors import ConfigError
 from dspark.schedule.calibration import Bin, Calibration, Quality
 from tests.bench.confident import prompt_set

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from dspark.bench.calibrate import CalibrateConfig
+from dspark.bench.calibrate_config import CalibrateConfig
 from dspark.cli.main import app, main
 from dspark.schedule import calibration as sts
 from dspark.schedule.calibration import Calibration

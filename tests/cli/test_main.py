@@ -1,6 +1,7 @@
 """What all verbs share: help, version, errors and exit codes, quick start."""
 
 import inspect
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,24 @@ def test_reference_is_fresh() -> None:
         [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_takes_seconds_is_announced_on_a_terminal(
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = logging.getLogger("dspark.engine.profile")
+
+    class Measuring(FakeLLM):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            log.info("measuring what a round costs")
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(sys.modules["dspark.llm"], "LLM", Measuring)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    for _ in range(2):  # each run on its own: nothing piles up
+        assert main(["generate", "hi", "--color", "never"]) == 0
+        assert capsys.readouterr().err.count("measuring what a round costs\n") == terminal
+    assert log.handlers == [] and log.propagate

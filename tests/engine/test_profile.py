@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
+from dspark.drafters.base import DraftContext, Drafter
 from dspark.drafters.ngram import NgramDrafter
 from dspark.engine import profile
 from dspark.engine.engine import Engine
 from dspark.models.decoder import Decoder
+from dspark.models.target import Batch, TargetOutput
 from dspark.schedule.cost import CostTable, table_path
 from dspark.schedule.scheduler import Scheduler
+from dspark.types import Draft
 from tests.drafters import tiny_drafters
 from tests.engine.oracle import ByteTokenizer, play, reference, request
 from tests.tiny import target
@@ -36,6 +43,84 @@ def test_a_measured_table_and_an_idle_drafter_behind_it(model: Decoder, form: st
     assert engine.scheduler.adapts
     played = play(engine, [request([5, 9, 200], max_tokens=20)])
     assert played.ids("r") == reference(model, [5, 9, 200], 20)
+
+
+@dataclass
+class Machine:
+    """A target with a clock of its own: a pass takes `row` seconds for each row and for 14 more."""
+
+    row: float
+    num_slots: int = 8
+    vocab_size: int = 257
+    max_context: int = 2048
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    now: float = 0.0
+    rows: list[int] = field(default_factory=list)
+    """Of each pass."""
+
+    def forward(self, batch: Batch, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
+        self.rows.append(batch.num_tokens)
+        self.now += self.row * (14 + batch.num_tokens)
+        return TargetOutput(torch.zeros(len(batch.logit_rows), self.vocab_size), None)
+
+    def clock(self) -> float:
+        return self.now
+
+
+class Timed(Drafter):
+    """Seven drafts, at the price of two rows a request."""
+
+    cap = 7
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._machine.now += self._machine.row * 2 * len(contexts)
+        return [Draft((0,) * min(self.cap, c.max_tokens)) for c in contexts]
+
+
+@pytest.mark.parametrize("row_ms", [0.05, 0.5, 2.0, 4.0])
+def test_the_deadline_holds_on_slow_machines_too(row_ms: float) -> None:
+    """At 2 ms a row, a round of all eight users takes 108 ms and a pass of 64 rows 156 ms."""
+    machine = Machine(row_ms / 1e3)
+    measured = profile.measure(machine, Timed(machine), NAME, 3.0, machine.clock)
+    assert machine.now < 3.0 * 1.1
+    assert {1, 2, 4, 8, 16, 32, 64} <= set(measured.verify.at)
+    for tokens in (1, 24, 64):
+        assert measured.verify_ms(tokens) == pytest.approx(row_ms * (14 + tokens))
+    assert {1, 8} <= set(measured.other.at) and {1, 8} <= set(measured.draft[0][1].at)
+    assert measured.slope.at != (1,), "long contexts were measured"
+    if row_ms < 1:
+        assert len(measured.verify.at) > 20 and set(measured.other.at) == {1, 2, 4, 8}
+
+
+def test_far_too_slow_machines_are_asked_for_the_least() -> None:
+    """A second a row: nothing is measured twice."""
+    machine = Machine(1.0)
+    measured = profile.measure(machine, Timed(machine), NAME, 3.0, machine.clock)
+    passes, one, all_ = [1, 64, 64, 1], [8, 3, 3], [64, 24, 24]
+    assert machine.rows == [*passes, *one, *all_]
+    assert measured.verify.at == (1, 64) and measured.draft[0][1].at == (1, 8)
+
+
+def test_it_is_announced_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(profile.OFF)
+    machine, heard = Machine(1e-6), []
+
+    def measure(*_: object) -> CostTable:
+        heard.extend(r.getMessage() for r in caplog.records)
+        return CostTable.fit(NAME, [(1, 0.0, 1.0), (2, 0.0, 2.0)])
+
+    monkeypatch.setattr(profile, "measure", measure)
+    with caplog.at_level(logging.INFO, logger=profile.__name__):
+        profile.obtain(machine, Timed(machine), NAME)
+        profile.obtain(machine, Timed(machine), NAME)
+    assert heard == ["measuring what a round costs (about 3 s, once)"]
+    assert len(caplog.records) == 1  # a table that is found needs no time
 
 
 def test_short_slots_are_no_obstacle() -> None:

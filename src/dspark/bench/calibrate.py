@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dspark.bench.calibrate_config import CalibrateConfig
 from dspark.bench.prompts import PromptSet, encode
 from dspark.errors import ConfigError
 from dspark.schedule import calibration as sts
@@ -42,56 +43,6 @@ if TYPE_CHECKING:
 
 SMALLEST = 2.0**-24
 """Distance of the largest fp32 below 1: a confidence of 1 gets the logit of that."""
-
-
-@dataclass(frozen=True)
-class CalibrateConfig:
-    """How to collect records, and how to divide them."""
-
-    drafter: str = "auto"
-    temperature: float = 1.0
-    """Heads are trained on the chance of acceptance at temperature 1."""
-    max_tokens: int = 256
-    """Of each text."""
-    repeat: int = 1
-    """Texts of each prompt when sampling. A greedy text is written once: it would be the same."""
-    held_out: float = 0.5
-    """Share of the prompts that are kept out of the fit, to judge it."""
-    seed: int = 0
-    """Of the first text (the next one draws with seed + 1) and of the division of the prompts."""
-
-    def __post_init__(self) -> None:
-        if self.repeat < 1:
-            raise ConfigError(f"repeat={self.repeat} is out of range: expected 1 or more")
-        if not 0 < self.held_out < 1:
-            raise ConfigError(
-                f"held_out={self.held_out} is out of range: expected a share between 0 and 1, both"
-                " excluded"
-            )
-        self.params(0)  # impossible values are better found before a model loads
-
-    def params(self, text: int) -> SamplingParams:
-        """Raises InvalidRequestError."""
-        return SamplingParams(self.max_tokens, self.temperature, seed=self.seed + text)
-
-    def texts(self, prompts: int) -> int:
-        """How many texts are written for so many prompts."""
-        return prompts * (self.repeat if self.temperature > 0 else 1)
-
-    def fitted(self, prompts: int) -> Bools:
-        """[prompts] which of them the fit may see: all but `held_out`, at least one of each kind.
-
-        Raises ConfigError for fewer than two.
-        """
-        if prompts < 2:
-            raise ConfigError(
-                "one prompt cannot be divided into those to fit on and those to judge by: give two"
-                " or more"
-            )
-        kept = min(max(round(prompts * (1 - self.held_out)), 1), prompts - 1)
-        order = np.random.default_rng(self.seed).permutation(prompts)
-        chosen: Bools = np.isin(np.arange(prompts), order[:kept])
-        return chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +153,7 @@ def run(
     InvalidRequestError for a prompt that does not fit, and what `LLM.set_drafter` raises.
     """
     load(llm, config.drafter)
-    fitted = config.fitted(len(prompts))
+    fitted = np.array(config.fitted(len(prompts)))
     records = _collect(llm, encode(llm, prompts), config, on_step)
     mine, others = records.of(fitted), records.of(~fitted)
     if len(mine) < sts.MIN_SAMPLES or not len(others):

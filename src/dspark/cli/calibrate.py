@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dspark.bench import calibrate as calibrating
-from dspark.bench import picture, reliability
+from dspark.bench import picture
+from dspark.bench.calibrate_config import CalibrateConfig
 from dspark.bench.prompts import BUILTIN, PREFIX, load_prompts
 from dspark.cli import options as opt
 from dspark.cli import ui
 from dspark.errors import ConfigError
-from dspark.schedule.calibration import FILE
 
 if TYPE_CHECKING:
+    from dspark.bench.calibrate import Report, Step
     from dspark.llm import LLM
 
 EPILOG = """Examples:
@@ -34,7 +34,7 @@ EPILOG = """Examples:
   dspark calibrate dspark --temperature 0 --tokens 512 --out greedy.json
 """
 
-DEFAULT = calibrating.CalibrateConfig()
+DEFAULT = CalibrateConfig()
 GOOD = 0.02
 """ECE of the survival that a schedule can trust."""
 
@@ -84,7 +84,7 @@ def calibrate(
         typer.Option(
             metavar="FILE",
             help="Write the calibration here.",
-            show_default=f"DRAFTER/{FILE}",
+            show_default="DRAFTER/calibration.json",
             rich_help_panel=opt.OUTPUT_PANEL,
         ),
     ] = None,
@@ -116,7 +116,7 @@ def calibrate(
     ] = ui.Color.auto,
 ) -> None:
     """Make a drafter's confidences honest: fit its calibration on texts, judge it on others."""
-    config = calibrating.CalibrateConfig(
+    config = CalibrateConfig(
         drafter=drafter,
         temperature=temperature,
         max_tokens=tokens,
@@ -127,6 +127,10 @@ def calibrate(
     sources = ui.split(prompts or []) or [PREFIX + kind for kind in BUILTIN]
     asked = load_prompts(list(dict.fromkeys(sources)), limit)
     config.fitted(len(asked))
+    # Here, not on top: numpy takes a while, and `--help` must not wait for it.
+    from dspark.bench import calibrate as calibrating
+    from dspark.bench import reliability
+
     # Minutes of writing shall not end in these errors.
     if picture_file is not None:
         picture.check_picture(picture_file)
@@ -149,7 +153,7 @@ def calibrate(
     with ui.progress(color, config.texts(len(asked)), "writing", "first texts") as advance:
         written = 0
 
-        def on_step(step: calibrating.Step) -> None:
+        def on_step(step: Step) -> None:
             nonlocal written
             written += len(step.output.token_ids)
             advance(1, f"{written / step.seconds:.0f} tok/s" if step.seconds else "")
@@ -169,6 +173,8 @@ def calibrate(
 
 def _place(llm: LLM) -> Path:
     """Where every verb looks for the calibration. Raises ConfigError if that cannot be written."""
+    from dspark.schedule.calibration import FILE
+
     folder = llm.drafter_folder
     if folder is None:
         raise ConfigError(
@@ -182,7 +188,7 @@ def _place(llm: LLM) -> Path:
     return folder / FILE
 
 
-def _print(report: calibrating.Report, color: ui.Color) -> None:
+def _print(report: Report, color: ui.Color) -> None:
     from rich import box
     from rich.table import Table
 

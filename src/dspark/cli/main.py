@@ -25,7 +25,7 @@ from dspark.cli import profile as profiling
 from dspark.cli import serve as serving
 from dspark.cli import text as training_text
 from dspark.cli import train as training
-from dspark.cli.ui import Color, Paint, note, wants_color
+from dspark.cli.ui import Color, Paint, announcements, note, wants_color
 from dspark.errors import DSparkError
 
 EPILOG = """Examples:
@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, debug = _without_debug(sys.argv[1:] if argv is None else argv)
     try:
         # A bare call is a question, not a mistake: it gets the help.
-        typer.main.get_command(app)(args=args or ["--help"], prog_name="dspark")
+        with announcements():
+            typer.main.get_command(app)(args=args or ["--help"], prog_name="dspark")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except KeyboardInterrupt:

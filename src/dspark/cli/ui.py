@@ -8,6 +8,7 @@ a model's text.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -67,6 +68,25 @@ def note(text: str) -> None:
     """One line on standard error."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def announcements() -> Iterator[None]:
+    """On a terminal, show what the library says before it takes seconds (measuring costs)."""
+    log = logging.getLogger("dspark.engine.profile")
+    if not sys.stderr.isatty():
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    level, log.propagate = log.level, False  # once: `serve` has a log of everything
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = True
 
 
 def stdout_console(mode: Color = Color.auto) -> Console:

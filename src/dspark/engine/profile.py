@@ -3,14 +3,18 @@
 A few seconds, once: the table is kept in the cache under the fingerprint of what was measured.
 
 *Passes* are timed on the target alone, their tokens spread over slots in blocks as the drafter
-makes them, at a short context and a few at a long one. What the caches hold does not matter for the
-time. *Drafting* and *the rest of a round* are taken from an engine that really runs requests: live
-rounds are timed by the very same clock readings, so the two can be compared.
+makes them, without a context and a few with a long one. What the caches hold does not matter for
+the time. *Drafting* and *the rest of a round* are taken from an engine that really runs requests:
+live rounds are timed by the very same clock readings, so the two can be compared.
 
-Everything is measured in turns and not one after the other, so that a neighbour's burst or a clock
-that changes its speed spreads over the whole curve; medians then drop single hiccups. Where a pass
-is so slow that the seconds do not suffice, fewer counts are measured, never fewer than the powers
-of two.
+Passes are measured in turns and not one count after the other, so that a neighbour's burst or a
+clock that changes its speed spreads over the whole curve; medians then drop single hiccups.
+
+*The deadline.* Half of the seconds are for passes, the rest for rounds, and the clock is read
+before each of either. What matters most comes first: the ends of the curves, the powers of two, the
+long context, the rest. So a slow model gets a coarser table in the same time. What was begun is
+ended, and beyond the deadline there is only what no table can do without: two passes and two to
+warm up, and for one request and for the most a prompt and two rounds.
 
 It needs an idle target and drafter, and leaves them idle. On a GPU, passes are timed as the engine
 times them: without waiting for the device.
@@ -18,9 +22,11 @@ times them: without waiting for the device.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -37,11 +43,14 @@ from dspark.schedule.cost import CostTable, Fingerprint, table_path, token_probe
 from dspark.schedule.scheduler import Scheduler
 from dspark.types import Request, Round, SamplingParams
 
+log = logging.getLogger(__name__)
 OFF = "DSPARK_NO_PROFILE"
 """Set it to anything but 0 and no costs are measured or read."""
 SECONDS = 3.0
-SHORT, LONG = 64, 1024
-"""Contexts of the passes, as far as the slots hold them."""
+LONG, LEAST = 1024, 128
+"""Context of the long passes, as far as the slots hold it; shorter than LEAST tells only noise."""
+PROMPT = 8
+"""Tokens in front of live rounds."""
 LARGEST = 512
 """Rows beyond which nothing is measured; the curve goes on with its slope there."""
 VERIFIED = 2
@@ -49,6 +58,10 @@ VERIFIED = 2
 TURNS = 7
 ROUNDS = 5
 PLAIN_ROUNDS, PLAIN_SECONDS = 20, 1.0
+
+
+Clock = Callable[[], float]
+"""Seconds since whenever."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,7 @@ def obtain(target: Target, drafter: Drafter, fingerprint: Fingerprint) -> Costs:
         return Costs(CostTable.load(path, fingerprint), "by the costs measured earlier")
     except (CheckpointError, ConfigError):
         again = " again, the table was not usable" if path.exists() else ""
+    log.info("measuring what a round costs (about %g s, once)", SECONDS)
     start = time.perf_counter()
     try:
         table = measure(target, drafter, fingerprint, SECONDS)
@@ -96,11 +110,16 @@ def machine(device: torch.device) -> str:
 
 
 def measure(
-    target: Target, drafter: Drafter, fingerprint: Fingerprint, seconds: float = SECONDS
+    target: Target,
+    drafter: Drafter,
+    fingerprint: Fingerprint,
+    seconds: float = SECONDS,
+    clock: Clock = time.perf_counter,
 ) -> CostTable:
-    """About `seconds` of measuring, half for passes. Raises ConfigError if nothing can be told."""
-    verify = _passes(target, drafter, seconds / 2)
-    draft, other = _rounds(target, drafter, seconds / 2)
+    """`seconds` of measuring by `clock`. Raises ConfigError if nothing can be told."""
+    start = clock()
+    verify = _passes(target, drafter, start + seconds / 2, clock)
+    draft, other = _rounds(target, drafter, start + seconds, clock)
     return CostTable.fit(fingerprint, verify, draft, other)
 
 
@@ -119,39 +138,38 @@ def plain_speed(target: Target) -> float:
 # -- passes --------------------------------------------------------------------------------------
 
 
-def _passes(target: Target, drafter: Drafter, seconds: float) -> list[tuple[int, float, float]]:
+def _passes(
+    target: Target, drafter: Drafter, deadline: float, clock: Clock
+) -> list[tuple[int, float, float]]:
     """(tokens, context, ms) of single passes."""
     block = min(drafter.cap + 1, max(target.max_context // 2, 1))
     limit = min(target.num_slots * block, LARGEST)
-    room = target.max_context - block
-    short, long = min(SHORT, room // 4), min(LONG, room)
-    last = 0
+    long = min(LONG, target.max_context - block)
 
     def probe(tokens: int, context: int) -> tuple[int, float, float]:
-        nonlocal last
-        if context < last:  # a target may hold too little to go back: its slots begin anew
-            target.forward(_spread(target, limit, block, 0))
-        last = context
         batch = _spread(target, tokens, block, context)
-        start = time.perf_counter()
+        start = clock()
         target.forward(batch, drafter.feature_layers)
-        return tokens, float(context), (time.perf_counter() - start) * 1e3
+        return tokens, float(context), (clock() - start) * 1e3
 
     for tokens in (1, limit):  # first uses pay for memory and kernels
-        probe(tokens, short)
-    largest = probe(limit, short)[2] / 1e3
-    at = token_probes(limit)
-    if largest * len(at) / 2 > seconds / 2:
-        at = tuple(sorted({p for p in at if p & (p - 1) == 0} | {limit}))
-    cells = [(tokens, short) for tokens in at]
-    if long > 2 * short:
-        cells += [(tokens, long) for tokens in sorted({1, at[len(at) // 2], limit})]
-    out: list[tuple[int, float, float]] = []
-    start = time.perf_counter()
-    for turn in range(TURNS):
-        out += [probe(*cell) for cell in (cells if turn % 2 else cells[::-1])]
-        if turn and time.perf_counter() - start > seconds:
+        probe(tokens, 0)
+    out = [probe(tokens, 0) for tokens in (limit, 1)]
+    between = [p for p in token_probes(limit) if 1 < p < limit]
+    powers = [p for p in between if p & (p - 1) == 0]
+    cells = [(p, 0) for p in powers]
+    if long >= LEAST:
+        cells += [(p, long) for p in (1, limit, *powers[len(powers) // 2 :][:1])]
+    cells += [(1, 0), (limit, 0)]
+    others = [(p, 0) for p in between if p not in powers]
+    # Single measurements of many counts would be worth less than two of some.
+    turn_seconds = out[0][2] / 1e3 * (len(cells) + len(others)) / 2
+    if clock() + 2 * turn_seconds < deadline:
+        cells += others
+    for cell in cells * TURNS:
+        if clock() > deadline:
             break
+        out.append(probe(*cell))
     return out
 
 
@@ -178,32 +196,39 @@ class _NoText:
 
 
 def _rounds(
-    target: Target, drafter: Drafter, seconds: float
+    target: Target, drafter: Drafter, deadline: float, clock: Clock
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
     """(requests, block, ms) of drafting and (requests, ms) of the rest, in rounds of an engine."""
     draft: list[tuple[int, int, float]] = []
     other: list[tuple[int, float]] = []
     rng = np.random.default_rng(0)
     most = target.num_slots
-    levels = sorted({1, most} | {2**i for i in range(1, most.bit_length()) if 2**i < most})
-    start = time.perf_counter()
+    levels = {1, most} | {2**i for i in range(1, most.bit_length()) if 2**i < most}
     for users in sorted(levels, key=lambda n: (n not in (1, most), n)):  # the ends first
-        if draft and time.perf_counter() - start > seconds and users not in (1, most):
+        if users not in (1, most) and clock() > deadline:
             break
-        for r in _live(target, drafter, users, rng):
+        for r in _live(target, drafter, users, rng, lambda: clock() > deadline):
             other.append((users, r.other_ms))
             draft.append((users, drafter.cap, r.draft_ms))
     return (draft if drafter.cap else []), other
 
 
-def _live(target: Target, drafter: Drafter, users: int, rng: np.random.Generator) -> list[Round]:
-    """A few rounds of `users` requests; one Round stands for each, the first is left out."""
-    length = max(min(SHORT // 2, target.max_context // 4), 1)
+def _live(
+    target: Target,
+    drafter: Drafter,
+    users: int,
+    rng: np.random.Generator,
+    late: Callable[[], bool] = lambda: False,
+) -> list[Round]:
+    """A few rounds of `users` requests, one if it is late; one Round stands for each, the first is
+    left out."""
+    length = max(min(PROMPT, target.max_context // 4), 1)
     rounds: list[Round] = []
     engine = Engine(
         target,
         drafter,
         _NoText(),
+        prefill_chunk=users * length,  # all at once: every round behind it has all requests
         scheduler=Scheduler(f"static:{VERIFIED}"),
         on_round=lambda r: rounds.append(r) if r.request_id == "0" and r.index else None,
     )
@@ -211,7 +236,7 @@ def _live(target: Target, drafter: Drafter, users: int, rng: np.random.Generator
     for n in range(users):
         prompt = rng.integers(target.vocab_size, size=length // 2).tolist() * 2
         engine.submit(Request(str(n), tuple(prompt) or (0,), params))
-    while engine.has_work and len(rounds) < ROUNDS:
+    while engine.has_work and len(rounds) < (1 if late() else ROUNDS):
         engine.step()
     for n in range(users):
         engine.cancel(str(n))
