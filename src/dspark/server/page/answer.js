@@ -1,5 +1,7 @@
 // One answer: its text, token by token, and what its rounds came to.
 
+const FEW = 5;
+
 function element(name, className, text) {
   const found = document.createElement(name);
   if (className) found.className = className;
@@ -9,6 +11,14 @@ function element(name, className, text) {
 
 export const number = (value, digits = 1) =>
   value === null || value === undefined || !Number.isFinite(value) ? "–" : value.toFixed(digits);
+
+const spent = (r) => r.draft_ms + r.verify_ms + r.other_ms;
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
 
 export function question(text) {
   const item = element("li", "question");
@@ -50,7 +60,7 @@ export class Answer {
         this.body.append(guess);
       }
       this.rounds.push({ ...round, judged, emitted: tokens.length });
-      this.ms += round.draft_ms + round.verify_ms + round.other_ms;
+      this.ms += spent(round);
     }
     this.body.append(...own.map(span));
     this.tokens += tokens.length;
@@ -61,6 +71,12 @@ export class Answer {
   get rate() {
     if (this.final) return this.final.tokens_per_second;
     return this.ms ? (this.#inRounds() / this.ms) * 1000 : null;
+  }
+
+  // A round that guessed nothing is plain decoding, measured right here; null below FEW of them.
+  get plain() {
+    const plain = this.rounds.filter((r) => !r.draft.length).map(spent);
+    return plain.length < FEW ? null : 1000 / median(plain);
   }
 
   get length() {

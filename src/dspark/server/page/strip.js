@@ -73,15 +73,12 @@ export class Strip {
   }
 
   #say(round, index) {
-    const count = (n, word) => `${n} ${word}`;
-    const parts = [
-      count(round.draft.length, "guessed"),
-      count(round.verified, "checked"),
-      count(round.accepted, "accepted"),
-    ];
-    const ms = (value) => value.toFixed(1);
-    const times = `guess ${ms(round.draft_ms)} + check ${ms(round.verify_ms)} + rest ${ms(round.other_ms)} ms`;
-    this.readout.textContent = `Round ${index + 1}: ${parts.join(", ")} · ${times}`;
+    const counts = round.draft.length
+      ? `${round.draft.length} guessed, ${round.verified} checked, ${round.accepted} accepted`
+      : "nothing guessed";
+    const times = [round.draft_ms, round.verify_ms, round.other_ms].map((ms) => ms.toFixed(1));
+    this.readout.textContent =
+      `Round ${index + 1}: ${counts} · guess ${times[0]} + check ${times[1]} + rest ${times[2]} ms`;
   }
 
   #resize() {
@@ -93,8 +90,8 @@ export class Strip {
   }
 
   #at(event) {
-    const x = event.clientX - this.svg.getBoundingClientRect().left;
-    const index = Math.floor(x / STEP);
+    const { left, width } = this.svg.getBoundingClientRect(); // a phone's drawing is scaled
+    const index = Math.floor(((event.clientX - left) / width) * this.rounds.length);
     return index >= 0 && index < this.rounds.length ? index : null;
   }
 
