@@ -73,10 +73,10 @@ def test_looks_tell_configurations_apart(tmp_path: Path, drawn: list[Figure]) ->
 
 
 def test_loads_without_a_figure_are_left_out(tmp_path: Path, drawn: list[Figure]) -> None:
-    load_picture.draw(known({"plain": [[100.0]]}, speeds=()), tmp_path)
+    load_picture.draw(known({"plain": [[100.0]]}, seconds=0.0, speeds=()), tmp_path)
     assert points(drawn[0].axes[0]) == {s.name: [] for s in SETUPS}
     assert len(drawn[0].axes[0].texts) == 0
-    assert points(drawn[1].axes[0])["plain"] == [(1, 100)]
+    assert points(drawn[1].axes[1])["plain"] == [(1, 1.5)]
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

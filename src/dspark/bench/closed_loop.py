@@ -5,6 +5,10 @@ answers are cut at random places, so users are spread over their answers from th
 opens when all of them have got a token and some rounds more have passed; what is in flight behind
 it is cancelled. So no figure holds an empty machine at either end.
 
+Two speeds are told apart. A long prompt takes as long to read as a hundred tokens to write, and
+which prompts fall into a window is chance. So the passes *without any prompt rows*, in which every
+user is decoding, are counted by themselves; waiting times count whatever the machine did.
+
 Everything is greedy, and every token is compared with the plain text of its prompt, also those of
 the warm-up and of texts that were cancelled.
 
@@ -49,8 +53,7 @@ class _User:
     last: float | None = None
     """When the last tokens of this answer came."""
     tokens: int = 0
-    """Of the window, those that came first in their answer left out; `seconds` they took."""
-    seconds: float = 0.0
+    """Of the passes that are counted by themselves."""
     started: bool = False
 
 
@@ -58,29 +61,28 @@ class _User:
 class Window:
     """What happens from `start` to `end`, both in seconds.
 
-    steps     passes of the target
     tokens    delivered to all users together;  texts  answers that ended
-    stats     of all rounds, a round being one request's share of a pass
     ttft_ms   of each answer that was asked for and began in the window
     gaps      (milliseconds since the tokens before, tokens) of each delivery
+    steps     passes without prompt rows;  seconds  they took
+    stats     of their rounds, a round being one request's share of a pass
     """
 
     start: float
-    end: float = 0.0
-    steps: int = 0
+    end: float
     tokens: int = 0
     texts: int = 0
-    stats: Stats = field(default_factory=Stats)
     ttft_ms: list[float] = field(default_factory=list)
     gaps: list[tuple[float, int]] = field(default_factory=list)
+    steps: int = 0
+    seconds: float = 0.0
+    stats: Stats = field(default_factory=Stats)
 
     def deliver(self, user: _User, count: int, now: float) -> None:
         """`user` gets `count` tokens at `now`."""
         self.tokens += count
         if user.last is not None:
             self.gaps.append(((now - user.last) * 1e3, count))
-            user.tokens += count
-            user.seconds += now - user.last
         elif user.sent >= self.start:
             self.ttft_ms.append((now - user.sent) * 1e3)
 
@@ -100,13 +102,14 @@ class Loop:
         self._users = [_User(asked) for asked in users]
         self._asking: dict[str, _User] = {}
         self._sent = 0
+        self._seconds = 0.0
         self._rounds: list[Round] = []
         self._answers: list[tuple[int, int, Output]] = []
         self._engine.on_round = self._rounds.append
 
     def warm_up(self, rounds: int) -> None:
         """Until every user has got a token, and `rounds` more."""
-        window = Window(self._clock())
+        window = self._open()
         for user in self._users:
             self._ask(user, window.start)
         while not all(user.started for user in self._users):
@@ -116,13 +119,14 @@ class Loop:
 
     def measure(self, tokens: int) -> Window:
         """The window that counts: until `tokens` tokens have come, of all users together."""
+        window = self._open()
         for user in self._users:
-            user.tokens, user.seconds = 0, 0.0
-        window = Window(self._clock())
-        for user in self._users:  # a delivery counts from the start on, not from before it
-            user.last = None if user.last is None else window.start
+            user.tokens = 0
+            if user.last is not None:  # a delivery counts from the start on, not from before it
+                user.last = window.start
         while window.tokens < tokens:
             self._step(window)
+        self._seconds = window.seconds
         return window
 
     def close(self) -> None:
@@ -134,7 +138,8 @@ class Loop:
         self._asking.clear()
 
     def speeds(self) -> tuple[float, ...]:
-        return tuple(u.tokens / u.seconds for u in self._users if u.seconds)
+        """Tokens a second of each user in passes without prompt rows; none without such a pass."""
+        return tuple(u.tokens / self._seconds for u in self._users if self._seconds)
 
     def differences(self) -> Iterator[str]:
         """A sentence for each text that is not the plain one, as far as it was written."""
@@ -145,17 +150,25 @@ class Loop:
             if at is not None:
                 yield f"prompt {number + 1} was answered differently from token {at + 1} on"
 
+    def _open(self) -> Window:
+        now = self._clock()
+        return Window(now, now)
+
     def _step(self, window: Window) -> None:
+        reading = any(user.last is None for user in self._users)
         self._rounds.clear()
         chunks = self._engine.step()
         now = self._clock()
+        if not reading:
+            window.steps += 1
+            window.seconds += now - window.end
+            for r in self._rounds:
+                window.stats.add_round(r)
         window.end = now
-        window.steps += 1
-        for r in self._rounds:
-            window.stats.add_round(r)
         for name, count in Counter(c.request_id for c in chunks).items():
             user = self._asking[name]
             window.deliver(user, count, now)
+            user.tokens += 0 if reading else count
             user.last, user.started = now, True
         for chunk in chunks:
             if chunk.finish_reason is not None:

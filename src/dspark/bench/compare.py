@@ -263,8 +263,8 @@ def _result(
         drafter=texts[0].drafter,
         tokens=sum(len(t.output.token_ids) for t in texts),
         seconds=sum(t.seconds for t in texts),
-        tokens_per_second=_median(speeds),
-        speedup_vs_none=_median(
+        tokens_per_second=known_median(speeds),
+        speedup_vs_none=known_median(
             [s / b if s and b else None for s, b in zip(speeds, baseline, strict=True)]
         ),
         drafted=stats.drafted,
@@ -282,7 +282,8 @@ def _result(
     )
 
 
-def _median(values: Sequence[float | None]) -> float | None:
+def known_median(values: Sequence[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
     known = [v for v in values if v is not None]
     return median(known) if known else None
 

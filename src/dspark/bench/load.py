@@ -108,10 +108,10 @@ class Setup:
 class Run:
     """The window of one configuration under one load.
 
-    steps     passes of the target;  seconds, tokens  of the window
-    stats     of all rounds in it, a round being one request's share of a pass
-    speeds    of each user that was answered: tokens a second while an answer ran, the first tokens
-              left out
+    steps     passes without prompt rows;  seconds  they took
+    stats     of their rounds, a round being one request's share of a pass
+    speeds    of each user: tokens a second in these passes
+    window_seconds, window_tokens   of all passes
     ttft_ms   of each answer that was asked for and began in the window
     gaps      (milliseconds since the tokens before, tokens) of each delivery to a user
     texts     answers that ended in the window
@@ -122,9 +122,10 @@ class Run:
     repeat: int
     steps: int
     seconds: float
-    tokens: int
     stats: Stats
     speeds: tuple[float, ...]
+    window_seconds: float
+    window_tokens: int
     ttft_ms: tuple[float, ...]
     gaps: tuple[tuple[float, int], ...]
     texts: int
@@ -132,6 +133,11 @@ class Run:
     """A sentence for each text, warm-up included, that was not the plain one."""
     messages: tuple[str, ...] = ()
     """What the engine had to say behind it (stale costs, a drafter that failed)."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all users together, in passes without prompt rows; None without such a pass."""
+        return self.stats.round_tokens / self.seconds if self.seconds else None
 
 
 def prepare(llm: LLM, config: LoadConfig) -> tuple[Setup, ...]:
@@ -227,10 +233,11 @@ def measure(
                     users,
                     repeat,
                     window.steps,
-                    window.end - window.start,
-                    window.tokens,
+                    window.seconds,
                     window.stats,
                     loop.speeds(),
+                    window.end - window.start,
+                    window.tokens,
                     tuple(window.ttft_ms),
                     tuple(window.gaps),
                     window.texts,

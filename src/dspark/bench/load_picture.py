@@ -84,7 +84,9 @@ def _speed(results: Sequence[Result], looks: dict[str, Look], machine: str, file
         points = [
             (r.user_tokens_per_second, r.tokens_per_second)
             for r in results
-            if r.users == users and r.user_tokens_per_second is not None
+            if r.users == users
+            and r.user_tokens_per_second is not None
+            and r.tokens_per_second is not None
         ]
         if points:  # one number for the load, at its fastest point
             axes.annotate(

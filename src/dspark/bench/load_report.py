@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from dspark.bench.compare import machine, versions
+from dspark.bench.compare import known_median, machine, versions
 from dspark.bench.load import PLAIN, LoadConfig, Run, Setup
 from dspark.types import Stats
 
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 DEFINITIONS = {
     "users": "requests in flight; each user asks again as soon as an answer has ended",
-    "tokens_per_second": "of all users together: tokens of the window / its seconds, prompts read "
-    "meanwhile included; median over repeats",
+    "tokens_per_second": "decoding speed of all users together: tokens / seconds of the passes "
+    "without prompt rows, in which every user is decoding; median over repeats",
+    "with_prompts_tokens_per_second": "the same over all passes of the window, prompts included: "
+    "which prompts fall into it is chance; median over repeats",
     "vs_plain": "tokens_per_second / that of plain under the same load in the same repeat; median "
     "over repeats",
     "vs_best_fixed": "the same against the fixed length K of this drafter with the highest median "
     "under this load",
-    "user_tokens_per_second": "of a user: tokens behind the first one of each answer / the time "
-    "they took; median over users, user_tokens_per_second_p10: the slowest tenth ends there; "
-    "medians over repeats",
-    "rows_per_round": "anchors and scheduled drafts in a pass; prompt rows are not counted",
+    "user_tokens_per_second": "of a user, over the same passes; median over users, "
+    "user_tokens_per_second_p10: the slowest tenth ends there; medians over repeats",
+    "rows_per_round": "anchors and scheduled drafts in a pass; like all below down to predicted, "
+    "of passes without prompt rows",
     "budget": "verification budget: scheduled / request-rounds, a request-round being the share of "
     "one request in a pass",
     "accepted_length": "tokens a request-round yields, the target's own token included",
@@ -45,7 +47,7 @@ DEFINITIONS = {
     "ttft_ms": "from asking to the first token, of answers that were asked for in the window",
     "itl_ms": "between tokens: time since the delivery before / tokens that came together, each "
     "token counted once",
-    "texts": "answers that ended in the window",
+    "tokens, seconds, texts": "of the windows: all tokens, all seconds, and answers that ended",
     "identical_to_plain": "every token of every text, warm-up included, equals the plain answer",
     "K": "drafts K tokens and verifies all of them",
 }
@@ -68,12 +70,13 @@ class Result:
     repeats: int
     tokens: int
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None
+    with_prompts_tokens_per_second: float
     vs_plain: float | None
     vs_best_fixed: float | None
     user_tokens_per_second: float | None
     user_tokens_per_second_p10: float | None
-    rows_per_round: float
+    rows_per_round: float | None
     budget: float | None
     accepted_length: float | None
     drafted: int
@@ -185,21 +188,22 @@ class LoadReport:
 
     def _ratio(self, ours: str, theirs: str, users: int) -> float | None:
         """The median over the repeats in which both were run."""
-        other = {r.repeat: speed(r) for r in self._runs(theirs, users)}
-        ratios = [speed(r) / other[r.repeat] for r in self._runs(ours, users) if r.repeat in other]
-        return median(ratios) if ratios else None
+        other = {r.repeat: r.tokens_per_second for r in self._runs(theirs, users)}
+        pairs = [(r.tokens_per_second, other.get(r.repeat)) for r in self._runs(ours, users)]
+        return known_median([a / b if a and b else None for a, b in pairs])
 
     def _best_fixed(self, drafter: str, users: int) -> str | None:
         """The name of the fastest fixed length."""
         medians = {
-            s.name: median(map(speed, runs))
+            s.name: speed
             for s in self.setups
-            if (s.kind, s.drafter) == ("fixed", drafter) and (runs := self._runs(s.name, users))
+            if (s.kind, s.drafter) == ("fixed", drafter)
+            and (speed := known_median([r.tokens_per_second for r in self._runs(s.name, users)]))
         }
         return max(medians, key=lambda name: medians[name]) if medians else None
 
     def _result(self, setup: Setup, users: int, runs: Sequence[Run]) -> Result:
-        stats = Stats.total([r.stats for r in runs])
+        stats, steps = Stats.total([r.stats for r in runs]), sum(r.steps for r in runs)
         best = self._best_fixed(setup.drafter, users)
         ttft = [(ms, 1) for r in runs for ms in r.ttft_ms]
         itl = [(ms / n, n) for r in runs for ms, n in r.gaps]
@@ -208,16 +212,17 @@ class LoadReport:
             kind=setup.kind,
             users=users,
             repeats=len(runs),
-            tokens=sum(r.tokens for r in runs),
-            seconds=sum(r.seconds for r in runs),
-            tokens_per_second=median(map(speed, runs)),
+            tokens=sum(r.window_tokens for r in runs),
+            seconds=sum(r.window_seconds for r in runs),
+            tokens_per_second=known_median([r.tokens_per_second for r in runs]),
+            with_prompts_tokens_per_second=median(r.window_tokens / r.window_seconds for r in runs),
             vs_plain=self._ratio(setup.name, PLAIN, users),
             vs_best_fixed=None if best is None else self._ratio(setup.name, best, users),
             user_tokens_per_second=_over_repeats(runs, median),
             user_tokens_per_second_p10=_over_repeats(
                 runs, lambda speeds: percentile([(s, 1) for s in speeds], 0.1)
             ),
-            rows_per_round=(stats.rounds + stats.verified) / sum(r.steps for r in runs),
+            rows_per_round=(stats.rounds + stats.verified) / steps if steps else None,
             budget=stats.verified / stats.rounds if stats.rounds else None,
             accepted_length=stats.accepted_length,
             drafted=stats.drafted,
@@ -229,11 +234,6 @@ class LoadReport:
             texts=sum(r.texts for r in runs),
             identical_to_plain=not any(r.differences for r in runs),
         )
-
-
-def speed(run: Run) -> float:
-    """Tokens a second of all users together."""
-    return run.tokens / run.seconds
 
 
 def percentile(weighted: Sequence[tuple[float, int]], share: float) -> float:
@@ -257,8 +257,7 @@ def _over_repeats(
     runs: Sequence[Run], of_users: Callable[[Sequence[float]], float]
 ) -> float | None:
     """The median over repeats of a figure over users."""
-    known = [of_users(r.speeds) for r in runs if r.speeds]
-    return median(known) if known else None
+    return known_median([of_users(r.speeds) if r.speeds else None for r in runs])
 
 
 def _unique(sentences: Iterable[str]) -> tuple[str, ...]:

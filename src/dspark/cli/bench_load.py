@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dspark.bench import load, load_picture, picture
-from dspark.bench.load_report import DEFINITIONS, LoadReport, Percentiles, speed
+from dspark.bench.load_report import DEFINITIONS, LoadReport, Percentiles
 from dspark.bench.prompts import BUILTIN, PREFIX, PromptSet, load_prompts
 from dspark.cli import options as opt
 from dspark.cli import ui
@@ -156,6 +156,7 @@ def bench_load(
         threads=threads,
         max_context=max_context,
         max_users=config.users[-1],
+        prefix_reuse=False,  # or the second of two equal prompts would be short
     )
     muted = ui.Paint(ui.wants_color(color, sys.stderr)).muted
     ui.note(muted(f"model {llm.model_name} · dtype {llm.dtype} · device {llm.device}"))
@@ -199,8 +200,8 @@ def _measure(
         with ui.progress(color, len(setups) * len(config.users) * config.repeats) as advance:
             for run in load.measure(llm, setups, texts, config):
                 runs.append(run)
-                plural = "s" * (run.users != 1)
-                advance(1, f"{run.setup}, {run.users} user{plural}: {speed(run):.1f} tok/s")
+                speed = ui.number(run.tokens_per_second, 1, " tok/s")
+                advance(1, f"{run.setup}, {run.users} user{'s' * (run.users != 1)}: {speed}")
     except KeyboardInterrupt:
         if not runs:
             raise
@@ -269,7 +270,8 @@ def _print(report: LoadReport, color: ui.Color) -> None:
 
 def _speeds(results: Sequence[Result]) -> Table:
     table = _table("tok/s", "vs\nplain", "vs best\nfixed", "user\ntok/s", "slowest\ntenth",
-                   "rows /\nround", "budget", "accepted\nlength", "same\ntext")  # fmt: skip
+                   "with\nprompts", "rows /\nround", "budget", "accepted\nlength",
+                   "same\ntext")  # fmt: skip
     for r, ends in _sections(results):
         table.add_row(
             str(r.users),
@@ -279,6 +281,7 @@ def _speeds(results: Sequence[Result]) -> Table:
             ui.number(r.vs_best_fixed, 2, "x"),
             ui.number(r.user_tokens_per_second, 1),
             ui.number(r.user_tokens_per_second_p10, 1),
+            ui.number(r.with_prompts_tokens_per_second, 1),
             ui.number(r.rows_per_round, 1),
             ui.number(r.budget, 2),
             ui.number(r.accepted_length, 2),
