@@ -54,6 +54,7 @@ class LLM:
         threads: int | None = None,
         max_context: int | None = None,
         max_users: int = 8,
+        prefix_reuse: bool = True,
     ) -> None:
         """Load `model`: `default`, a Hugging Face directory or name, or a GGUF file.
 
@@ -64,6 +65,7 @@ class LLM:
         threads      CPU threads, of the whole process (PyTorch has one setting); None leaves it
         max_context  tokens of prompt and text together; None takes the model's, at most 8192
         max_users    requests in flight at once; others wait
+        prefix_reuse a prompt starts from the cache of an earlier text that began alike
 
         Raises CheckpointError, ConfigError or ResourceError.
         """
@@ -84,7 +86,7 @@ class LLM:
         self.last_output: Output | None = None
         self._count = 0
         self._carried = checkpoint.carried
-        self._verify = verify
+        self._verify, self._prefix_reuse = verify, prefix_reuse
         self._drafters: dict[tuple[str, int | None], Drafter] = {}
         self._costs: dict[tuple[str, int | None], profile.Costs] = {}
         self._schedulers: dict[tuple[str, int | None, str, bool], Scheduler] = {}
@@ -143,7 +145,11 @@ class LLM:
         self.drafter_name, self.drafter_reason = name, reason
         self.verify, self.verify_reason = mode, costs.reason
         self._engine = Engine(
-            self.target, drafter, self.tokenizer, scheduler=self._schedulers[kind]
+            self.target,
+            drafter,
+            self.tokenizer,
+            scheduler=self._schedulers[kind],
+            prefix_reuse=self._prefix_reuse,
         )
 
     def _calibration(self, drafter: str) -> Calibration | None:
@@ -167,12 +173,14 @@ class LLM:
         """Measure what rounds of the current drafter cost, now. Raises ConfigError if a pass of
         many tokens takes as long as one of a single token."""
         self._refuse_if_busy()
+        self._engine.forget()
         drafter = self._drafters[self._key]
         return profile.measure(self.target, drafter, self._fingerprint(*self._key), seconds)
 
     def plain_speed(self) -> float:
         """Tokens a second of one text without a drafter, measured now, in about a second."""
         self._refuse_if_busy()
+        self._engine.forget()
         return profile.plain_speed(self.target)
 
     def _fingerprint(self, drafter: str, num_draft_tokens: int | None) -> dict[str, object]:

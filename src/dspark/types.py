@@ -212,6 +212,8 @@ class Stats:
 
     requests: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt's: rows taken over from a text that began alike."""
     completion_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -289,9 +291,9 @@ class Stats:
         """Sums over requests; `ttft_ms` is averaged."""
         out = Stats()
         for p in parts:
-            for name in ("requests", "prompt_tokens", "completion_tokens", "rounds", "drafted",
-                         "verified", "accepted", "predicted", "round_tokens", "draft_ms",
-                         "verify_ms", "other_ms", "prefill_ms", "decode_ms",
+            for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens",
+                         "rounds", "drafted", "verified", "accepted", "predicted", "round_tokens",
+                         "draft_ms", "verify_ms", "other_ms", "prefill_ms", "decode_ms",
                          "ttft_ms"):  # fmt: skip
                 setattr(out, name, getattr(out, name) + getattr(p, name))
             for name in ("verified_at", "tried_at", "accepted_at"):

@@ -64,6 +64,7 @@ def test_options_arrive(
         "vllm",
         "--max-context",
         "99",
+        "--no-prefix-reuse",
     ]
     assert main([*argv, *more, "--served-model-name", "mine"]) == 0
     settings, options = served["settings"], fake.created[0].options
@@ -75,6 +76,7 @@ def test_options_arrive(
     assert (settings.metrics_prefix, settings.model_names) == ("vllm", ())
     assert (options["model"], options["drafter"]) == ("some/model", "none")
     assert (options["max_users"], options["max_context"]) == (3, 99)
+    assert options["prefix_reuse"] is False
     assert served["llm"].model_name == "mine"
 
 

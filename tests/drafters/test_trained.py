@@ -25,7 +25,7 @@ from dspark.train.features import compute
 from dspark.train.losses import LossWeights
 from dspark.train.samples import Sample
 from dspark.train.step import Teacher, TrainStep
-from dspark.types import Draft, SamplingParams
+from dspark.types import Draft, Request, SamplingParams
 from tests.drafters import tiny_drafters
 from tests.drafters.tiny_drafters import FORMS
 from tests.engine.oracle import ByteTokenizer, Recorder, play, reference, request
@@ -202,6 +202,24 @@ def test_room_cuts_each_draft_by_itself() -> None:
         drafts = drafter.propose([context(PROMPTS[1], s, r) for s, r in enumerate(rooms)])
         assert [len(d) for d in drafts] == [1, 3, 4]
         assert all(d.tokens == drafts[2].tokens[: len(d)] for d in drafts)
+
+
+@pytest.mark.parametrize("form", ["vanilla", "mtp", "dflash"])
+def test_the_room_of_others_changes_no_draft(form: str) -> None:
+    """A seeded text ends as it does alone: neither its drafts nor its random stream know what room
+    the company has."""
+    model = target(dtype="int8")
+    requests = [
+        request(PROMPTS[1], str(i), max_tokens=n, temperature=1.0, seed=i)
+        for i, n in enumerate((6, 9, 14))
+    ]
+
+    def texts(some: list[Request]) -> list[tuple[int, ...]]:
+        drafter = tiny_drafters.drafter(model, form, num_draft_tokens=4)
+        played = play(Engine(model, drafter, ByteTokenizer()), some)
+        return [played.ids(r.id) for r in some]
+
+    assert texts(requests) == [text for r in requests for text in texts([r])]
 
 
 def test_the_anchor_stands_at_the_index_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,7 +349,7 @@ def test_500_requests_with_cancellations_and_failures() -> None:
         if flaky.raised > failures:
             disturbed |= present
     assert flaky.raised > 5 and engine.drafter.failures == flaky.raised
-    assert sorted(engine._free_slots) == list(range(8)) and not flaky.open
+    assert sorted(engine._slots.free) == list(range(8)) and not flaky.open
     for r in requests:
         output = engine.take_output(r.id)
         assert output is not None and engine.take_output(r.id) is None

@@ -110,6 +110,7 @@ def bench(
         device=device,
         threads=threads,
         max_context=max_context,
+        prefix_reuse=False,  # or the second of two equal prompts would be short
     )
     muted = ui.Paint(ui.wants_color(color, sys.stderr)).muted
     ui.note(muted(ui.resolved_line(llm)))

@@ -79,6 +79,7 @@ def load_llm(
     max_context: int | None,
     verify: str = "auto",
     max_users: int | None = None,
+    prefix_reuse: bool = True,
 ) -> LLM:
     # Here, not on top: importing torch takes seconds, and `--help` must not wait for it.
     from dspark.llm import LLM
@@ -92,5 +93,6 @@ def load_llm(
         device=device,
         threads=threads,
         max_context=max_context,
+        prefix_reuse=prefix_reuse,
         **({} if max_users is None else {"max_users": max_users}),
     )

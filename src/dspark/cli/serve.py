@@ -88,6 +88,14 @@ def serve(
             min=0.1, help="Seconds between lines of figures.", rich_help_panel=SERVER_PANEL
         ),
     ] = 10.0,
+    no_prefix_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-reuse",
+            help="Run every prompt whole, also where an earlier text began alike.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = False,
     drafter: Annotated[
         str,
         typer.Option(
@@ -125,6 +133,7 @@ def serve(
             threads=threads,
             max_context=max_context,
             max_users=max_users,
+            prefix_reuse=not no_prefix_reuse,
         )
         ui.note(ui.resolved_line(llm))
         if served_model_name is not None:

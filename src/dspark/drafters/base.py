@@ -87,8 +87,17 @@ class Drafter(ABC):
     def observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
         """Learn of a pass: features [N, F * D] of all its rows, and which were committed."""
 
+    def reuse(self, source: int, slot: int, length: int) -> int:
+        """A new sequence in `slot` begins with the `length` first tokens of the one that is or was
+        in `source` (perhaps the same slot): take over their context and nothing else.
+
+        Returns the position from which it will be told of rows: `length`, or `length - 1` if it
+        needs the last one anew, or 0 if it can only begin from nothing, as behind `release`.
+        """
+        return 0
+
     def release(self, slot: int) -> None:
-        """The sequence in `slot` has ended: forget it."""
+        """Forget what is in `slot`: its sequence has ended, or an unlike one begins there."""
 
 
 def build(

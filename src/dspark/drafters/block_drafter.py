@@ -77,18 +77,23 @@ class BlockDrafter(Drafter):
             self._last[c.slot] = context[at]
             self._stack.lengths[c.slot] = c.start + len(c.tokens)
 
+    def reuse(self, source: int, slot: int, length: int) -> int:
+        """The context rows; the last one, which is kept apart, comes with the next pass."""
+        return length if self._stack.copy(source, slot, length) else 0
+
     def release(self, slot: int) -> None:
         self._stack.lengths[slot] = 0
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """One draft for each context, of `cap` tokens where there is room."""
-        k = min(self.cap, max(c.max_tokens for c in contexts))
-        if k == 0:
+        if self.cap == 0:
             return [Draft()] * len(contexts)
         for c in contexts:
             assert self._stack.lengths[c.slot] == len(c.tokens) - 1, "context ends at the anchor"
-        h_BKD = self._hidden(contexts, k)
+        # Room cuts drafts and not blocks: with fewer slots the others would guess differently, and
+        # the room is the company's, too.
+        h_BKD = self._hidden(contexts, self.cap)
         base_BKV = self._head(h_BKD.flatten(0, 1)).view(*h_BKD.shape[:2], -1).float()
         return self._walk(contexts, h_BKD, base_BKV)
 

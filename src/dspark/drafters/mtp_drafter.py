@@ -2,8 +2,10 @@
 
 Row j of its context pairs the target's hidden state h_j with the token behind it. A pass commits
 hidden states, of which the last one waits for its token: that is the next anchor, and the pair of
-both is the row that drafts. With k > 1 the row's output takes the place of the hidden state that
-the target has not computed yet; those rows are overwritten when the true ones come.
+both is the row that drafts. Behind a beginning that is shared with another text, the state that
+waited there is gone, so the target runs its position again. With k > 1 the row's output takes the
+place of the hidden state that the target has not computed yet; those rows are overwritten when the
+true ones come.
 
 Shape suffixes as in `layers.py`.
 """
@@ -66,8 +68,8 @@ class MtpDrafter(Drafter):
         for c in committed:
             first, n = c.first_row, len(c.tokens)
             rows = features[first : first + n]
-            if c.start == 0:
-                pairs, start, behind = rows[:-1], 0, c.tokens[1:]
+            if c.start in (0, self._stack.lengths[c.slot]):  # nothing waits
+                pairs, start, behind = rows[:-1], c.start, c.tokens[1:]
             else:
                 pairs = torch.cat([self._waiting[c.slot, None], rows[:-1]])
                 start, behind = c.start - 1, c.tokens
@@ -80,6 +82,10 @@ class MtpDrafter(Drafter):
         if tokens:
             x_ND = self._inputs(torch.cat(hidden), tokens)
             self._write(x_ND, slots, positions)
+
+    def reuse(self, source: int, slot: int, length: int) -> int:
+        """The pairs in front of the last shared token, whose own state is needed anew."""
+        return length - 1 if self._stack.copy(source, slot, length - 1) else 0
 
     def release(self, slot: int) -> None:
         self._stack.lengths[slot] = 0
@@ -99,11 +105,13 @@ class MtpDrafter(Drafter):
         hidden_BD, last = self._waiting[slots], [c.tokens[-1] for c in contexts]
         for step in range(steps):
             x_BD = self._inputs(hidden_BD, last)
-            # A sequence at the end of its slot repeats the last row; its surplus is cut off below.
+            # A sequence at the end of its slot repeats the last row; it drafts no more.
             at = [min(r + step, self._target.max_context - 1) for r in rows]
             hidden_BD = self._stack.run(x_BD[:, None], slots, at)[:, 0]
             logits_BV = self._head(self._model.norm(hidden_BD)).float()
             for b, c in enumerate(contexts):
+                if step >= c.max_tokens:  # others go on; its random stream must not
+                    continue
                 column, q = words.pick(logits_BV[b], c.params, c.rng)
                 last[b] = words.token(column)
                 tokens[b].append(last[b])
@@ -112,10 +120,8 @@ class MtpDrafter(Drafter):
             if step + 1 < steps:
                 self._write(x_BD, slots, at)
         return [
-            Draft(tuple(tokens[b]), words.spread(probs[b]) if probs[b] else None).truncated(
-                c.max_tokens
-            )
-            for b, c in enumerate(contexts)
+            Draft(tuple(t), words.spread(q) if q else None)
+            for t, q in zip(tokens, probs, strict=True)
         ]
 
     def _inputs(self, hidden_ND: Tensor, tokens: Sequence[int]) -> Tensor:

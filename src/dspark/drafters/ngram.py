@@ -146,6 +146,11 @@ class NgramDrafter(Drafter):
                 rate.hits += c.accepted
                 rate.tries += min(c.accepted + 1, c.verified)  # behind a miss nothing was tried
 
+    def reuse(self, source: int, slot: int, length: int) -> int:
+        """Its context is the text itself; how guesses fared belongs to the former one."""
+        self.release(slot)
+        return length
+
     def release(self, slot: int) -> None:
         """Forget the sequence in `slot`, if there is one."""
         self._slots.pop(slot, None)

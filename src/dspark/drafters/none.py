@@ -20,3 +20,7 @@ class NoDrafter(Drafter):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """An empty draft for each context."""
         return [Draft()] * len(contexts)
+
+    def reuse(self, source: int, slot: int, length: int) -> int:
+        """It has no context, so none is missing."""
+        return length

@@ -41,6 +41,11 @@ class DraftStack(Protocol):
         """Put context rows at [N] slots and positions."""
         ...
 
+    def copy(self, source: int, slot: int, length: int) -> bool:
+        """Make the context of `slot` the first `length` rows of that of `source`; False, and
+        nothing done, if there are fewer."""
+        ...
+
     def run(self, x_BKD: Tensor, slots: Sequence[int], starts: Sequence[int]) -> Tensor:
         """Blocks at positions start, start + 1, ... of their slots, each over all context in front
         of its start and over itself: [B, K, D] through all layers."""
@@ -75,6 +80,15 @@ class ModuleStack:
         for i, (keys, values) in enumerate(rows):
             self.keys[i, slots, positions] = keys.float()
             self.values[i, slots, positions] = values.float()
+
+    def copy(self, source: int, slot: int, length: int) -> bool:
+        if self.lengths[source] < length:
+            return False
+        if source != slot:
+            for table in (self.keys, self.values):
+                table[:, slot, :length] = table[:, source, :length]
+        self.lengths[slot] = length
+        return True
 
     def run(self, x_BKD: Tensor, slots: Sequence[int], starts: Sequence[int]) -> Tensor:
         steps = torch.arange(x_BKD.shape[1], device=x_BKD.device)
@@ -135,6 +149,14 @@ class KernelDraftStack:
     def write(self, slots: Tensor, positions: Tensor, rows: Rows) -> None:
         for i, (keys, values) in enumerate(rows):
             self._stack.store(i, slots, positions, keys, values)
+
+    def copy(self, source: int, slot: int, length: int) -> bool:
+        if self.lengths[source] < length:
+            return False
+        if source != slot:
+            self._stack.copy(source, slot, length)
+        self.lengths[slot] = length
+        return True
 
     def run(self, x_BKD: Tensor, slots: Sequence[int], starts: Sequence[int]) -> Tensor:
         B, K, _ = x_BKD.shape

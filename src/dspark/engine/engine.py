@@ -34,6 +34,7 @@ from torch import Tensor
 from dspark.drafters.base import Drafter
 from dspark.engine.batch import Sequence, committed_rows, load_of, prompt_chunks
 from dspark.engine.failsafe import Failsafe
+from dspark.engine.slots import Slots
 from dspark.engine.stream import TextStream
 from dspark.errors import ConfigError, InvalidRequestError
 from dspark.models.target import Segment, Target, pack
@@ -66,6 +67,7 @@ class Engine:
         *,
         prefill_chunk: int = 256,
         scheduler: Scheduler | None = None,
+        prefix_reuse: bool = False,
         on_round: Callable[[Round], None] | None = None,
     ) -> None:
         """Serve requests over `target`.
@@ -73,6 +75,8 @@ class Engine:
         prefill_chunk  caps the prompt tokens of one pass, over all requests
         scheduler      decides how much of each draft is verified; it learns, so it belongs to one
                        drafter. None verifies whole drafts
+        prefix_reuse   a prompt starts from the rows of an earlier text that began alike (`slots`);
+                       then nobody else may use the target, or must call `forget` behind it
         """
         if prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk={prefill_chunk} is out of range: expected 1 or more")
@@ -85,7 +89,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._arrived: dict[str, float] = {}
         self._running: list[Sequence] = []
-        self._free_slots = list(range(target.num_slots))[::-1]
+        self._slots = Slots(target, self.drafter, reuse=prefix_reuse)
         self._outputs: dict[str, Output] = {}
 
     # -- requests ------------------------------------------------------------------------------
@@ -125,6 +129,10 @@ class Engine:
                 sequence.finish_reason = "cancelled"
                 sequence.stream.finish()
         self._retire()
+
+    def forget(self) -> None:
+        """Start every prompt cold that is yet to come: somebody else has used the target."""
+        self._slots.forget()
 
     @property
     def has_work(self) -> bool:
@@ -175,20 +183,23 @@ class Engine:
 
     def _admit(self) -> None:
         """Requests enter in order of arrival while slots are free."""
-        while self._waiting and self._free_slots:
+        while self._waiting and self._slots.free:
             request = self._waiting.popleft()
             draft_rng, accept_rng = streams(request.params.seed)
             room = self.target.max_context - len(request.prompt_ids)
+            slot, cached = self._slots.take(request.prompt_ids, self._running)
             self._running.append(
                 Sequence(
                     request,
-                    self._free_slots.pop(),
+                    slot,
                     TextStream(self._tokenizer.id_to_bytes, request.params.stop),
                     draft_rng,
                     accept_rng,
                     max_tokens=min(request.params.max_tokens, room),
                     arrived=self._arrived[request.id],
                     tokens=list(request.prompt_ids),
+                    cached=cached,
+                    stats=Stats(cached_tokens=cached),
                 )
             )
 
@@ -322,6 +333,7 @@ class Engine:
             times.verify,
             times.other,
             predicted,
+            None if draft.confidence is None else tuple(draft.confidence.tolist()),
         )
         s.stats.add_round(round_)
         if self.on_round is not None:
@@ -332,9 +344,7 @@ class Engine:
         for s in [s for s in self._running if s.finish_reason is not None]:
             assert s.finish_reason is not None
             self._running.remove(s)
-            self._free_slots.append(s.slot)
-            None if draft.confidence is None else tuple(draft.confidence.tolist()),
-            self.drafter.release(s.slot)
+            self._slots.give_back(s)
             self._outputs[s.request.id] = s.output(s.finish_reason)
 
     def _eos_of(self, request: Request) -> tuple[int, ...]:

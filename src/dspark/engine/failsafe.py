@@ -57,6 +57,20 @@ class Failsafe(Drafter):
             self._failed("observe", e)
             self._lost |= {c.slot for c in told}
 
+    def reuse(self, source: int, slot: int, length: int) -> int:
+        if source in self._lost:
+            return 0
+        try:
+            start = self.inner.reuse(source, slot, length)
+        except AssertionError:
+            raise
+        except Exception as e:
+            self._failed("reuse", e)
+            return 0
+        if start:
+            self._lost.discard(slot)
+        return start
+
     def release(self, slot: int) -> None:
         try:
             self.inner.release(slot)

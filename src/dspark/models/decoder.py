@@ -64,6 +64,16 @@ class Decoder(ABC):
         features = torch.cat([kept[i] for i in feature_layers], -1) if feature_layers else None
         return TargetOutput(logits_MV, features)
 
+    def reuse(self, source: int, slot: int, length: int) -> bool:
+        """See `target.Target.reuse`; every row of a slot stays until it is overwritten."""
+        if source != slot:
+            self.copy_rows(source, slot, length)
+        return True
+
+    @abstractmethod
+    def copy_rows(self, source: int, slot: int, length: int) -> None:
+        """Copy the first `length` keys and values of all layers from one slot to another."""
+
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
         """[N] -> [N, D]."""
@@ -210,6 +220,9 @@ class TorchDecoder(Decoder):
             2, -1
         )
         return x_ND + F.linear(F.silu(gate_NI) * up_NI, w.down, w.down_bias)
+
+    def copy_rows(self, source: int, slot: int, length: int) -> None:
+        self.kv[:, :, slot, :length] = self.kv[:, :, source, :length]
 
     def head(self, x_MD: Tensor) -> Tensor:
         return F.linear(self._norm(x_MD, self.norm_D), self.head_VD).float()

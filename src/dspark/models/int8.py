@@ -226,6 +226,9 @@ class Int8Decoder(Decoder):
         self._stack.run(which)
         return x_ND
 
+    def copy_rows(self, source: int, slot: int, length: int) -> None:
+        self._stack.copy(source, slot, length)
+
     def head(self, x_MD: Tensor) -> Tensor:
         normed = torch.empty_like(x_MD)
         x_MD = x_MD.contiguous()

@@ -108,3 +108,10 @@ class KernelStack:
         )
         grouped[s, :, p // KEY_GROUP, :, p % KEY_GROUP] = keys.numpy()
         self.values[layer][s, :, p] = values.numpy()
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """The first `length` positions of a slot into another; whole groups of keys, so some rows
+        behind them may come along."""
+        rows = -(-length // KEY_GROUP) * KEY_GROUP
+        for table in (self.keys, self.values):
+            table[:, slot, :, :rows] = table[:, source, :, :rows]

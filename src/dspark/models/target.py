@@ -110,6 +110,12 @@ class Target(Protocol):
         the final norm), -1 the embedding."""
         ...
 
+    def reuse(self, source: int, slot: int, length: int) -> bool:
+        """Make `slot` hold the first `length` rows of `source`, perhaps the same slot, so that a
+        pass may go on from there, or from one row before where a drafter wants the last one anew.
+        False, and nothing done, if the cache cannot."""
+        ...
+
     # What a trained drafter shares with its target.
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -216,12 +216,13 @@ class Completion(Reply):
 def usage(done: Sequence[Done], choices: int) -> dict[str, Any]:
     """Token counts: a prompt counts once, however many texts were asked for behind it."""
     prompt = sum(len(d.output.prompt_ids) for d in done[::choices])
+    cached = sum(d.output.stats.cached_tokens for d in done[::choices])
     completion = sum(len(d.output.token_ids) for d in done)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

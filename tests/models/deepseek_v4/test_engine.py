@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.drafters.base import Drafter
+from dspark.drafters.ngram import NgramDrafter
 from dspark.drafters.none import NoDrafter
 from dspark.engine.engine import Engine
 from dspark.models.deepseek_v4.model import DeepseekV4
@@ -64,3 +65,15 @@ def test_random_accepts_and_arrivals(model: DeepseekV4, texts: dict[Ids, Ids], s
     table = [[rng.randrange(7) for _ in range(60)] for _ in PROMPTS]
     drafter = OracleDrafter(texts, 5, lambda n, row: table[row][n], VOCAB)
     check(model, texts, drafter, every=1 + seed, prefill_chunk=16)
+
+
+@pytest.mark.parametrize(("back", "cached"), [(0, 59), (9, 50), (30, 0)])
+def test_prefix_reuse_as_far_as_the_rings_reach(model: DeepseekV4, back: int, cached: int) -> None:
+    """The next turn, one that goes back a little, and one that goes back further than max_block."""
+    engine = Engine(model, NgramDrafter(model), ByteTokenizer(), prefix_reuse=True)
+    former = play(engine, [request(PROMPTS[4], max_tokens=19)]).outputs["r"]
+    text = (*former.prompt_ids, *former.token_ids)
+    r = request((*text[: len(text) - 1 - back], *tokens(7, seed=99)), max_tokens=20)
+    got = play(engine, [r])
+    assert got.outputs["r"].stats.cached_tokens == cached
+    assert got.ids("r") == reference(model, r.prompt_ids, 20)
