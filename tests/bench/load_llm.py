@@ -30,7 +30,7 @@ class LoadLLM(LLM):
         self.target = tiny.target(num_slots=slots)
         self.tokenizer = ByteTokenizer()  # type: ignore[assignment]
         self.model_name, self.dtype, self.device, self.threads = "small", "fp32", "cpu", 1
-        self._count, self._mtp = 0, mtp
+        self._count, self._mtp, self._schedulers = 0, mtp, {}
         self.believed = {tuple(p.encode()): reference(self.target, p.encode(), LONGEST)
                          for p in PROMPTS}  # fmt: skip
         self.calls: list[tuple[str, int | None, str | None]] = []
