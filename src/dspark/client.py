@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +106,7 @@ def only_model(endpoint: Endpoint, http: httpx.Client) -> str:
 
 def stream(
     endpoint: Endpoint, http: httpx.Client, body: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """The messages of one streamed chat completion. Closing the iterator hangs up.
 
     Raises RefusedError for an answer that is an error, ResourceError if the connection fails or

@@ -266,8 +266,9 @@ def test_it_fits_and_can_be_read(browser: Browser, width: int, scheme: Any) -> N
 
 COLOURS = """e => {
   const ink = getComputedStyle(e).color;
-  while (getComputedStyle(e).backgroundColor === 'rgba(0, 0, 0, 0)' && e.parentElement) e = e.parentElement;
-  return [ink, getComputedStyle(e).backgroundColor];
+  const paper = () => getComputedStyle(e).backgroundColor;
+  while (paper() === 'rgba(0, 0, 0, 0)' && e.parentElement) e = e.parentElement;
+  return [ink, paper()];
 }"""
 
 
