@@ -157,7 +157,6 @@ def bench_load(
         max_context=max_context,
         max_users=config.users[-1],
         prefix_reuse=False,  # or the second of two equal prompts would be short
-        prefix_reuse=False,  # or the second of two equal prompts would be short
     )
     muted = ui.Paint(ui.wants_color(color, sys.stderr)).muted
     ui.note(muted(f"model {llm.model_name} · dtype {llm.dtype} · device {llm.device}"))
