@@ -108,11 +108,13 @@ class LLM:
         whole_drafts  short for verify="all"
         calibrated    apply the `calibration.json` beside the drafter's weights, if there is one
 
-        Drafters and what their schedulers learned are kept. Raises ConfigError for an unknown name,
-        an unknown way to verify or a block length the drafter cannot honour, CheckpointError for
-        one that was made for another target, ResourceError while a stream is open.
+        Drafters and what their schedulers learned are kept, unless live rounds refuted the costs:
+        these are measured again. Raises ConfigError for an unknown name, an unknown way to verify
+        or a block length the drafter cannot honour, CheckpointError for one that was made for
+        another target, ResourceError while a stream is open.
         """
         self._refuse_if_busy()
+        self._forget_stale_costs()
         name, reason = self._choose_drafter(name)
         mode = "all" if whole_drafts else verify or self._verify
         parse(mode)  # better refused before weights are read
@@ -168,6 +170,18 @@ class LLM:
     def drafter_folder(self) -> Path | None:
         """The directory of the current drafter's weights, if it has one of its own."""
         return self._folder(self.drafter_name)
+
+    def _forget_stale_costs(self) -> None:
+        """Drop a table that live rounds refuted, from the cache, too: whoever chooses the drafter
+        next, here or in a later run, measures anew. Until then the engine goes on with the old one,
+        scaled by the live times (`schedule.monitor`)."""
+        engine: Engine | None = getattr(self, "_engine", None)
+        if engine is None or engine.scheduler.cost is None or not engine.scheduler.cost.stale:
+            return
+        profile.forget(self._fingerprint(*self._key))
+        self._costs.pop(self._key, None)
+        kept = {at: s for at, s in self._schedulers.items() if at[:2] != self._key}
+        self._schedulers = kept
 
     def measure_costs(self, seconds: float = profile.SECONDS) -> CostTable:
         """Measure what rounds of the current drafter cost, now. Raises ConfigError if a pass of
@@ -326,6 +340,7 @@ class LLM:
             for name in running:
                 self._engine.cancel(name)
                 self._engine.take_output(name)
+            self._forget_stale_costs()
 
     def _refuse_if_busy(self) -> None:
         """Two callers must not step one engine: each would swallow the other's chunks."""
@@ -354,3 +369,4 @@ class LLM:
                 output = self._engine.take_output(r.id)
                 if output is not None:
                     self._outputs[r.id] = output
+            self._forget_stale_costs()

@@ -137,7 +137,7 @@ def test_doubled_costs_are_noticed_within_50_rounds(part: str) -> None:
     )
     assert not clock.scheduler.messages
     clock.run(STALE_ROUNDS - 25)
-    assert cost.stale and "measure again" in clock.scheduler.messages[0]
+    assert cost.stale and "measured again" in clock.scheduler.messages[0]
     clock.truth = before
     clock.run(45)
     assert not cost.stale and cost.scales[part] == pytest.approx(1.0, rel=0.15)

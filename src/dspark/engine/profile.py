@@ -27,6 +27,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -94,6 +95,12 @@ def obtain(target: Target, drafter: Drafter, fingerprint: Fingerprint) -> Costs:
     except CheckpointError as e:
         reason += f", not kept: {e}"
     return Costs(table, reason)
+
+
+def forget(fingerprint: Fingerprint) -> None:
+    """Drop what an earlier run kept; the next `obtain` measures."""
+    with suppress(OSError):  # a cache that cannot be written holds nothing new either
+        table_path(fingerprint).unlink(missing_ok=True)
 
 
 def machine(device: torch.device) -> str:

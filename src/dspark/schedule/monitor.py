@@ -4,8 +4,8 @@
 says how much slower or faster a part is now; medians shrug at a garbage collection or a neighbour's
 burst. If it leaves [2/3, 4/3] the costs in use are scaled (a drafter that became twice as slow
 relative to the pass changes the schedule at once), and if it stays outside for 50 rounds the table
-is called stale: measure again. A factor is all that can be told from live rounds; a changed *shape*
-needs a new table.
+is called stale. A factor is all that can be told from live rounds; a changed *shape* needs a new
+table, so the owner of the engine has it measured again when nothing is in flight (`LLM`).
 
 `Acceptance` keeps what was accepted at each position, for drafters without a confidence head: the
 past is their confidence. Evidence fades towards a prior, so that a position that was given up is
@@ -122,7 +122,8 @@ class LiveCost:
         )
         return (
             f"the cost table is stale: rounds of the last {self._off} took other times than it says"
-            f" (live over table: {live}); measure again"
+            f" (live over table: {live}); schedules scale it by these, and it is measured again"
+            " when the drafter is next chosen"
         )
 
 
