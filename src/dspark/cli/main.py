@@ -22,6 +22,7 @@ from dspark.cli import chat as chatting
 from dspark.cli import eval as evaluate
 from dspark.cli import export as exporting
 from dspark.cli import inspect as inspecting
+from dspark.cli import pretrain as pretraining
 from dspark.cli import profile as profiling
 from dspark.cli import serve as serving
 from dspark.cli import text as training_text
@@ -52,6 +53,7 @@ app.command("eval", epilog=evaluate.EPILOG)(evaluate.eval_)
 app.command("calibrate", epilog=calibrating.EPILOG)(calibrating.calibrate)
 app.command("text", epilog=training_text.EPILOG)(training_text.text)
 app.command("train", epilog=training.EPILOG)(training.train)
+app.command("pretrain", epilog=pretraining.EPILOG)(pretraining.pretrain)
 app.command("export", epilog=exporting.EPILOG)(exporting.export)
 app.command("profile", epilog=profiling.EPILOG)(profiling.profile)
 app.command("inspect", epilog=inspecting.EPILOG)(inspecting.inspect)

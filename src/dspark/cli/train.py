@@ -1,13 +1,12 @@
 """`dspark train`: one trainer for all drafters, from a TOML file.
 
-The same command goes on where it stopped, whatever stopped it. Progress and notes go to standard
+A DeepSeek-V4 for a target takes sections of its own (`dspark.train.v4.drafter`). The same command
+goes on where it stopped, whatever stopped it. Progress and notes go to standard
 error; `--plan` prints to standard output and trains nothing. What happens is in `dspark.train`.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark.cli import ui
+from dspark.cli.pretrain import follow
+from dspark.cli.progress import bar
 
 if TYPE_CHECKING:
     from dspark.train.trainer import Report
@@ -26,9 +27,6 @@ EPILOG = """Examples:
 
   dspark train drafter.toml train.out=runs/try train.steps=2000 drafter.num_layers=2
 """
-
-PLAIN_SECONDS = 30.0
-"""Between two plain lines when standard error is no terminal."""
 
 
 def train(
@@ -58,8 +56,13 @@ def train(
     from dspark.train.prior import needs_start, start_markov_head
     from dspark.train.setup import make_features, make_model, make_teacher, prepare
     from dspark.train.trainer import Outcome, Trainer, interrupts
+    from dspark.train.v4.drafter import wants_v4
 
-    settings = configs.load(config, overrides or ())
+    raw = configs.read(config, overrides or ())
+    if wants_v4(raw):
+        _train_v4(raw, plan, color)
+        return
+    settings = configs.from_raw(raw)
     if settings.train.threads:
         torch.set_num_threads(settings.train.threads)
     run = prepare(settings)
@@ -76,14 +79,14 @@ def train(
         if plan:
             return
         if group.first:  # the others wait, then find the cache complete
-            with _bar(color, "features", "tok/s") as show:
+            with bar(color, "features", "tok/s") as show:
                 features = make_features(run, show)
         group.barrier()
         if not group.first:
             features = make_features(run)
         if needs_start(model, run):
             if group.first:  # the others then find it beside the features
-                with _bar(color, "bigrams", "tok/s") as show:
+                with bar(color, "bigrams", "tok/s") as show:
                     start_markov_head(run, model, show)
             group.barrier()
             if not group.first:
@@ -107,44 +110,17 @@ def train(
         group.leave()
 
 
-@contextmanager
-def _bar(color: ui.Color, name: str, unit: str) -> Iterator[Callable[..., None]]:
-    """show(done, total, note): a bar on a terminal, else a line now and then."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+def _train_v4(raw: dict[str, dict[str, Any]], plan: bool, color: ui.Color) -> None:
+    """The stages of a DeepSeek-V4, which has sections and a loop of its own."""
+    import torch
 
-    terminal = sys.stderr.isatty()
-    on = ui.wants_color(color, sys.stderr)
-    bar = Progress(
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        Remaining(),
-        TextColumn("{task.fields[note]}", markup=False),
-        console=Console(stderr=True, no_color=not on, highlight=False),
-        disable=not terminal,
-    )
-    begun = shown = time.perf_counter()
-    first: int | None = None
-    with bar:
-        task: TaskID | None = None
+    from dspark.train import config as configs
+    from dspark.train.v4.drafter import V4TrainConfig, make_loop
 
-        def show(done: int, total: int, note: str = "") -> None:
-            nonlocal shown, first, task
-            now = time.perf_counter()
-            first = done if first is None else first
-            rate = (done - first) / (now - begun) if done > first else 0.0
-            text = note or f"{rate:.0f} {unit}"
-            if task is None:  # not before there is something to show
-                task = bar.add_task("", total=total, note="")
-            bar.update(task, completed=done, total=total, note=text)
-            if not terminal and (now - shown > PLAIN_SECONDS or done == total):
-                left = f", {(total - done) / rate / 60:.0f} min left" if rate else ""
-                ui.note(f"{name} {done}/{total} · {text}{left}")
-                shown = now
-
-        yield show
+    settings = configs.build(V4TrainConfig, raw)
+    if settings.train.threads:
+        torch.set_num_threads(settings.train.threads)
+    follow(make_loop(settings), plan, color, Path(settings.train.out) / "drafter")
 
 
 @contextmanager
@@ -154,7 +130,7 @@ def _reports(color: ui.Color, first: bool) -> Iterator[Callable[[Report], None]]
         yield lambda _: None
         return
     last: dict[str, Any] = {}
-    with _bar(color, "training", "steps/s") as show:
+    with bar(color, "training", "steps/s") as show:
 
         def on_report(r: Report) -> None:
             if r.kind == "begun" and not r.values["tensorboard"]:

@@ -42,6 +42,7 @@ from dspark.models.deepseek_v4.hyper import expand
 from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.deepseek_v4_names import MARKOV, CarriedDrafter
 from dspark.models.target import Segment
+from dspark.models.weights import WeightSource
 from dspark.types import Draft
 
 
@@ -49,9 +50,14 @@ class V4DSparkDrafter(Drafter):
     """Drafts with the stages `mtp.*` of the target's own checkpoint; see the module docstring."""
 
     def __init__(
-        self, target: DeepseekV4, drafter: CarriedDrafter, num_draft_tokens: int | None = None
+        self,
+        target: DeepseekV4,
+        drafter: CarriedDrafter,
+        num_draft_tokens: int | None = None,
+        weights: WeightSource | None = None,
     ) -> None:
-        """`num_draft_tokens`: 0 to the checkpoint's block size, which None takes.
+        """`num_draft_tokens`: 0 to the checkpoint's block size, which None takes. `weights`: where
+        `mtp.*` are, if not in the target's own checkpoint.
 
         Raises ConfigError for another length, CheckpointError for a damaged drafter.
         """
@@ -62,7 +68,7 @@ class V4DSparkDrafter(Drafter):
         self.cap = check_length(num_draft_tokens, size, size, "the block")
         self.feature_layers = settings.target_layer_ids
         self._target, self._noise = target, settings.noise_token_id
-        self.stages = Stages(target, drafter, self.cap)
+        self.stages = Stages(target, drafter, self.cap, weights)
         self._main_proj = self.stages.linear("mtp.0.main_proj.weight")
         self._main_norm_D = self.stages.vector("mtp.0.main_norm.weight")
         self._head = target.output_head()

@@ -31,6 +31,7 @@ from dspark.errors import CheckpointError
 from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.deepseek_v4_names import CarriedDrafter
 from dspark.models.target import Segment
+from dspark.models.weights import WeightSource
 from dspark.types import Draft
 
 
@@ -38,9 +39,14 @@ class V4MtpDrafter(Drafter):
     """Drafts with `mtp.0` of the target's own checkpoint; see the module docstring."""
 
     def __init__(
-        self, target: DeepseekV4, drafter: CarriedDrafter, num_draft_tokens: int | None = None
+        self,
+        target: DeepseekV4,
+        drafter: CarriedDrafter,
+        num_draft_tokens: int | None = None,
+        weights: WeightSource | None = None,
     ) -> None:
-        """`num_draft_tokens`: 0 or more; None is 1, as DeepSeek runs it.
+        """`num_draft_tokens`: 0 or more; None is 1, as DeepSeek runs it. `weights`: where
+        `mtp.*` are, if not in the target's own checkpoint.
 
         Raises ConfigError for another length, CheckpointError for a damaged drafter.
         """
@@ -51,7 +57,7 @@ class V4MtpDrafter(Drafter):
         self.cap = check_length(num_draft_tokens, 1, None, "mtp1")
         self.feature_layers = (target.streams_layer,)
         self._target, self._streams = target, target.config.streams
-        self.stages = Stages(target, drafter, self.cap)
+        self.stages = Stages(target, drafter, self.cap, weights)
         self._e_proj = self.stages.linear("mtp.0.e_proj.weight")
         self._h_proj = self.stages.linear("mtp.0.h_proj.weight")
         self._enorm_D = self.stages.vector("mtp.0.enorm.weight")

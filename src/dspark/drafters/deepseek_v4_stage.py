@@ -29,26 +29,34 @@ from dspark.models.deepseek_v4.model import DeepseekV4, Layer
 from dspark.models.deepseek_v4.passes import Layout, Pass
 from dspark.models.deepseek_v4_names import CarriedDrafter, stage_shapes
 from dspark.models.target import Linear, Segment, pack
-from dspark.models.weights import BLOCK
+from dspark.models.weights import BLOCK, WeightSource
 
 
 class Stages:
     """The blocks of a carried drafter with their rings, and the way out to logits."""
 
-    def __init__(self, target: DeepseekV4, drafter: CarriedDrafter, max_block: int) -> None:
-        """`max_block`: tokens that one draft runs at once.
+    def __init__(
+        self,
+        target: DeepseekV4,
+        drafter: CarriedDrafter,
+        max_block: int,
+        weights: WeightSource | None = None,
+    ) -> None:
+        """`max_block`: tokens that one draft runs at once. `weights`: where `mtp.*` are; None: in
+        the target's own checkpoint.
 
         Raises CheckpointError if a tensor is missing or of a foreign shape.
         """
         c, self._target = target.config, target
+        maths = target.maths if weights is None else target.maths.reading(weights)
+        self._weights = maths.weights
         self._check(drafter)
         self.layout = Layout(c.window, target.num_slots, target.max_context, max(max_block, 1))
         self.prefixes = [f"mtp.{i}." for i in range(drafter.stages)]
         self.layers = [
-            Layer(c, target.maths, self.layout, prefix, ratio=0, hashed=False)
-            for prefix in self.prefixes
+            Layer(c, maths, self.layout, prefix, ratio=0, hashed=False) for prefix in self.prefixes
         ]
-        self.exit = HyperHead(c, target.maths, drafter.last)
+        self.exit = HyperHead(c, maths, drafter.last)
         # Committed rows need keys alone, of all stages in one product.
         self._keys = self.linear(*(p + "attn.wkv.weight" for p in self.prefixes))
         self.lengths = [0] * target.num_slots
@@ -57,8 +65,7 @@ class Stages:
     def linear(self, *names: str) -> Linear:
         """Matrices one above the other as one map in the target's arithmetic; one whose columns
         the integer kernels cannot take (a narrow Markov table) stays in fp32."""
-        weights = self._target.maths.weights
-        whole = torch.cat([weights.tensor(n) for n in names])
+        whole = torch.cat([self._weights.tensor(n) for n in names])
         if self._target.maths.integer and whole.shape[1] % BLOCK:
             exact = whole.float()
             return lambda x: F.linear(x, exact)
@@ -66,7 +73,7 @@ class Stages:
 
     def vector(self, name: str) -> Tensor:
         """A small tensor in fp32."""
-        return self._target.maths.weights.tensor(name).to(self._target.device, torch.float32)
+        return self._weights.tensor(name).to(self._target.device, torch.float32)
 
     def begin(self, segments: list[Segment], *, blocks: bool) -> Pass:
         """The addresses of a draft's rows; `blocks`: each sees all of its own segment."""
@@ -107,7 +114,7 @@ class Stages:
 
     def _check(self, drafter: CarriedDrafter) -> None:
         """All tensors are there and of the right shape."""
-        weights, what = self._target.maths.weights, f"the checkpoint's {drafter.kind} drafter"
+        weights, what = self._weights, f"the {drafter.kind} drafter"
         names, shapes = weights.names(), stage_shapes(self._target.config, drafter)
         missing = [n for n in shapes if n not in names]
         if missing:

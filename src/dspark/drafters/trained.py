@@ -2,13 +2,16 @@
 
 A name is a directory with a checkpoint, or one of those that ship with the project for a model it
 knows: `checkpoints/<model>/<name>` beside the sources, or in the installed package's data. A
-DeepSeek-V4 checkpoint carries its drafter itself; there `mtp1` or `dspark` is that one.
+DeepSeek-V4 checkpoint carries its drafter itself; there `mtp1` or `dspark` is that one. It can
+carry one kind only, so another may lie in a folder of that name inside the model's directory, or in
+any directory: `config.json` with the target's sizes, and `mtp.*`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from dspark.drafters.base import DRAFTERS, Drafter
@@ -17,16 +20,20 @@ from dspark.drafters.block_drafter import BlockDrafter
 from dspark.drafters.deepseek_v4_dspark import V4DSparkDrafter
 from dspark.drafters.deepseek_v4_mtp import V4MtpDrafter
 from dspark.drafters.mtp_drafter import MtpDrafter
-from dspark.errors import ConfigError
+from dspark.errors import CheckpointError, ConfigError
+from dspark.models.deepseek_v4.config import V4Config
 from dspark.models.deepseek_v4.model import DeepseekV4
-from dspark.models.deepseek_v4_names import CarriedDrafter
+from dspark.models.deepseek_v4_config import read_v4_config
+from dspark.models.deepseek_v4_names import CarriedDrafter, carried_drafters
+from dspark.models.deepseek_v4_source import DeepseekV4Source
 from dspark.models.target import Target
+from dspark.models.weights import WeightSource
 
 
 def shipped(model: str) -> dict[str, Path]:
     """Name -> directory of the drafters that ship for `model`, best first."""
-    for root in (Path(__file__).parents[3], Path(sys.prefix) / "share" / "dspark"):
-        folder = root / "checkpoints" / model
+    roots = Path(__file__).parents[3], Path(sys.prefix) / "share" / "dspark"
+    for folder in (*(root / "checkpoints" / model for root in roots), Path(model).expanduser()):
         if model and folder.is_dir():
             names = [n for n in ("dspark", "dflash", "mtp1") if (folder / n).is_dir()]
             return {n: folder / n for n in names}
@@ -48,8 +55,7 @@ def build(
     """
     own = {d.kind: d for d in carried}
     if isinstance(target, DeepseekV4) and name in own:
-        make = V4DSparkDrafter if name == "dspark" else V4MtpDrafter
-        return make(target, own[name], num_draft_tokens)
+        return _carried(target, own[name], num_draft_tokens)
     known = shipped(model)
     directory = known.get(name) or Path(name).expanduser()
     if not directory.is_dir():
@@ -58,6 +64,8 @@ def build(
             f"unknown drafter {name!r}: expected one of {names}, or a directory with a drafter's"
             " checkpoint"
         )
+    if isinstance(target, DeepseekV4):
+        return _beside(target, directory, num_draft_tokens)
     from dspark.drafters.checkpoint import load
 
     found = load(directory)
@@ -67,3 +75,30 @@ def build(
     if isinstance(found.model, BlockModel):
         return BlockDrafter(target, found.config, found.model, found.draft_ids, num_draft_tokens)
     return MtpDrafter(target, found.config, found.model, found.draft_ids, num_draft_tokens)
+
+
+def _carried(
+    target: DeepseekV4,
+    drafter: CarriedDrafter,
+    num_draft_tokens: int | None,
+    weights: WeightSource | None = None,
+) -> Drafter:
+    make = V4DSparkDrafter if drafter.kind == "dspark" else V4MtpDrafter
+    return make(target, drafter, num_draft_tokens, weights)
+
+
+def _beside(target: DeepseekV4, directory: Path, num_draft_tokens: int | None) -> Drafter:
+    """The drafter of a DeepSeek-V4 in a directory of its own. Raises CheckpointError."""
+    config, settings = read_v4_config(directory)
+    differ = [
+        f"{f.name} {getattr(config, f.name)} and {getattr(target.config, f.name)}"
+        for f in fields(V4Config)
+        if getattr(config, f.name) != getattr(target.config, f.name)
+    ]
+    if differ:
+        raise CheckpointError(f"{directory} was made for another target: {', '.join(differ)}")
+    weights = DeepseekV4Source(directory, config)
+    found = carried_drafters(weights.names(), settings)
+    if not found:
+        raise CheckpointError(f"{directory} holds no drafter: it has no tensors mtp.*")
+    return _carried(target, found[0], num_draft_tokens, weights)

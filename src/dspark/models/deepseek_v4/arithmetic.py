@@ -15,6 +15,8 @@ Shape suffixes: N rows, I inputs, O outputs, G groups.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -77,6 +79,12 @@ class Arithmetic:
             except ResourceError:
                 if self.integer:
                     raise
+
+    def reading(self, weights: WeightSource) -> Arithmetic:
+        """The same over another checkpoint."""
+        other = copy.copy(self)
+        other.weights = weights
+        return other
 
     def native(self, rows: int) -> kernels.Kernels | None:
         """The kernels of `glue.c` where they are the better way: always on the integer path, whose

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,7 +45,7 @@ def official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for e, both in enumerate(tensor):
                 out |= {
                     f"{match[1]}.{e}.{w}.weight": part
-                    for w, part in zip(("w1", "w3"), both.chunk(2), strict=True)
+                    for w, part in zip(("w1", "w3"), both, strict=True)
                 }
     return {n: _stored(n, t) for n, t in out.items()}
 
@@ -65,13 +67,12 @@ def trained(
         if match is None:
             found = weights.tensor(name)
         else:
-            parts = ("w2",) if match[2] == "w2" else ("w1", "w3")
-            found = torch.stack(
-                [
-                    torch.cat([weights.tensor(f"{match[1]}.{e}.{w}.weight") for w in parts])
-                    for e in range(config.num_experts)
-                ]
-            )
+            experts = [f"{match[1]}.{e}" for e in range(config.num_experts)]
+            if match[2] == "w2":
+                found = torch.stack([weights.tensor(f"{e}.w2.weight") for e in experts])
+            else:
+                pairs = [[weights.tensor(f"{e}.{w}.weight") for w in ("w1", "w3")] for e in experts]
+                found = torch.stack([torch.stack(pair) for pair in pairs])
         if found.shape != like.shape:
             raise CheckpointError(
                 f"{name} has shape {list(found.shape)}, the configuration wants {list(like.shape)}"
@@ -88,9 +89,39 @@ def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
         write_json(directory / CONFIG, config)
         save_file(dict(tensors), temporary, {"format": "pt"})
         temporary.replace(directory / WEIGHTS)
-    except (OSError, RuntimeError) as e:  # safetensors reports a full disk as an error of its own
+    except (OSError, SafetensorError) as e:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {directory}: {e}") from e
+
+
+def assemble(model: Path, drafter: Path, out: Path) -> None:
+    """The checkpoint of a tower and a drafter's directory as one checkpoint that carries the
+    drafter, as the published ones do: the tower in the first shard, `mtp.*` in the last.
+
+    Raises CheckpointError if a file is missing or OUT exists.
+    """
+    part = out.with_name(f".{out.name}.part")
+    shards = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
+    where: dict[str, str] = {}
+    try:
+        if out.exists():
+            raise CheckpointError(f"{out} exists: name another directory")
+        part.mkdir(parents=True)
+        for source, shard in zip((model, drafter), shards, strict=True):
+            shutil.copyfile(source / WEIGHTS, part / shard)
+            with safe_open(part / shard, "pt") as file:
+                where.update(dict.fromkeys(file.keys(), shard))
+        shutil.copyfile(drafter / CONFIG, part / CONFIG)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copyfile(model / name, part / name)
+        total = sum((part / shard).stat().st_size for shard in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_json(part / f"{WEIGHTS}.index.json", index)
+        part.replace(out)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"cannot assemble {out}: {e}") from e
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

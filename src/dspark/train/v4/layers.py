@@ -13,7 +13,7 @@ Experts are balanced without a loss, as in V3 and V4: a bias that only the choic
 after every step, against the load (`MoE.balance`).
 
 Parameters have the official names, but for the routed experts of a layer, which lie in two tensors:
-`ffn.experts.w13` [X, 2I, D], w1 above w3, and `ffn.experts.w2` [X, D, I] (`checkpoint.py` splits
+`ffn.experts.w13` [X, 2, I, D], w1 and w3, and `ffn.experts.w2` [X, D, I] (`checkpoint.py` splits
 them).
 
 Shape suffixes: B documents, L tokens of each, N = B * L, S streams, D hidden size, H heads, E head
@@ -266,12 +266,12 @@ class Expert(nn.Module):
 
 
 class Routed(nn.Module):
-    """All routed experts: w1 above w3, and w2."""
+    """All routed experts: w1 and w3, and w2."""
 
     def __init__(self, config: V4Config) -> None:
         super().__init__()
         x, i, d = config.num_experts, config.expert_size, config.hidden_size
-        self.w13 = nn.Parameter(torch.empty(x, 2 * i, d))
+        self.w13 = nn.Parameter(torch.empty(x, 2, i, d))
         self.w2 = nn.Parameter(torch.empty(x, d, i))
 
 
@@ -326,7 +326,7 @@ class MoE(nn.Module):
         counts = ids_P.bincount(minlength=scores.shape[1]).tolist()
         order_P = ids_P.argsort()
         rows_P = order_P // self.top_k
-        wide = grouped_linear(x_ND.index_select(0, rows_P), self.experts.w13, counts)
+        wide = grouped_linear(x_ND.index_select(0, rows_P), self.experts.w13.flatten(1, 2), counts)
         h = self._gated(wide) * w_NK.view(-1).index_select(0, order_P)[:, None]
         routed = grouped_linear(h, self.experts.w2, counts)
         s = self.shared_experts
