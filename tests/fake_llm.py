@@ -66,6 +66,9 @@ class FakeLLM:
         passes = [(n, 64.0, 10.0 + n) for n in (1, 2, 4)]
         return CostTable.fit({"model": self.model_name}, passes, [(1, 2, 3.0)], [(1, 0.5)])
 
+    def json_grammar(self, schema: Any) -> Any:
+        return "grammar", schema
+
     def chat(self, messages: Any, params: SamplingParams | None = None) -> Output:
         list(self.stream(messages, params))
         assert self.last_output is not None

@@ -29,12 +29,13 @@ MAY_IMPORT: dict[str, str] = {
     "verify": "errors types sampling",
     "deepseek_v4_chat": "errors",
     "tokenizer": "errors types",
+    "grammar": "errors tokenizer",
     "schedule": "errors types",
     # machinery: models < drafters < engine < llm
     "models": "errors types deepseek_v4_chat tokenizer",
     "drafters": "errors types sampling models",
     "engine": "errors types sampling verify schedule models drafters",
-    "llm": "errors types sampling tokenizer schedule models drafters engine",
+    "llm": "errors types sampling tokenizer grammar schedule models drafters engine",
     # above the public face
     "train": "errors types sampling tokenizer schedule models drafters llm",
     "bench": "errors client types schedule llm",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from dspark.drafters.trained import shipped as shipped_drafters
 from dspark.engine import profile
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
+from dspark.grammar import Grammars
 from dspark.models.build import build_target, choose
 from dspark.models.loading import load_checkpoint
 from dspark.schedule.calibration import FILE as CALIBRATION
@@ -31,7 +32,7 @@ from dspark.schedule.cost import CostTable
 from dspark.schedule.policy import DEFAULT as VERIFY
 from dspark.schedule.policy import parse
 from dspark.schedule.scheduler import Scheduler
-from dspark.types import Chunk, Output, Request, Round, SamplingParams
+from dspark.types import Chunk, Grammar, Output, Request, Round, SamplingParams
 
 Message = Mapping[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -85,6 +86,7 @@ class LLM:
         self.target = build_target(checkpoint, choice, num_slots=max_users, max_context=max_context)
         self.last_output: Output | None = None
         self._count = 0
+        self._grammars: Grammars | None = None
         self._carried = checkpoint.carried
         self._verify, self._prefix_reuse = verify, prefix_reuse
         self._drafters: dict[tuple[str, int | None], Drafter] = {}
@@ -248,6 +250,16 @@ class LLM:
                 return tuple(self.tokenizer.encode(prompt, add_special=True))
             prompt = [{"role": "user", "content": prompt}]
         return tuple(self.tokenizer.encode_chat([dict(m) for m in prompt]))
+
+    def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
+        """For `SamplingParams.grammar`: texts that fit a JSON schema; None: any JSON object.
+
+        May be called in any thread. Raises InvalidRequestError for a schema that cannot be used,
+        ResourceError without the package llguidance.
+        """
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
+        return self._grammars.json_schema({"type": "object"} if schema is None else schema)
 
     def _ids(self, prompt: Prompt | Sequence[Message]) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -4,7 +4,7 @@ The law of a token is made in two stages, and everybody who draws goes through t
 
     raw logits --process_logits--> processed logits --distribution--> probabilities --draw--> token
                bias, penalties,                     temperature,
-               min_tokens                           top-k, top-p, min-p
+               min_tokens, grammar                  top-k, top-p, min-p
 
 *Stage one depends on the tokens before*, so in a block every row has its own history: row i is
 judged with `history + draft[:i]`, exactly as plain decoding would have judged it had the draft been
@@ -82,7 +82,7 @@ def process_logits(
     draft: Sequence[int] = (),
     eos_ids: Collection[int] = (),
 ) -> Tensor:
-    """Logit bias, penalties and `min_tokens`, each row with the history it would have had.
+    """Logit bias, penalties, `min_tokens` and grammar, each row with the history it would have had.
 
     logits      [K, V] fp32; row i predicts the token behind `history + draft[:i]`
     history     prompt and emitted tokens, the first `prompt_len` of them prompt
@@ -95,7 +95,7 @@ def process_logits(
     """
     missing = params.min_tokens - (len(history) - prompt_len)  # tokens still due before row 0
     ends = sorted({*eos_ids, *params.stop_token_ids}) if missing > 0 else []
-    if not (params.logit_bias or params.needs_history or ends):
+    if not (params.logit_bias or params.needs_history or ends or params.grammar is not None):
         return logits
     out = logits.clone()
     if params.logit_bias:
@@ -106,6 +106,11 @@ def process_logits(
         _penalise(out, params, history, prompt_len, draft)
     if ends:
         out[:missing, ends] = -math.inf
+    if params.grammar is not None:
+        wrong = ~params.grammar.allowed(history[prompt_len:], draft[: len(out) - 1]).to(out.device)
+        out.masked_fill_(wrong, -math.inf)
+        nothing = out.isneginf().all(1)
+        out[nothing] = logits[nothing].masked_fill(wrong[nothing], -math.inf)
     return out
 
 

@@ -10,9 +10,9 @@ draft was cut), the *accepted length* of a round counts the bonus.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dspark.errors import InvalidRequestError
 
@@ -22,13 +22,26 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
+class Grammar(Protocol):
+    """Which texts are allowed, token by token."""
+
+    def allowed(self, text: Sequence[int], draft: Sequence[int]) -> Tensor:
+        """[len(draft) + 1, V] bool: row i says which tokens may stand behind `text + draft[:i]`,
+        the tokens generated so far; in each row some may, if only the end of text.
+
+        Depends on its arguments alone. Rows behind a draft token that is not allowed, or that ends
+        the text, are never looked at and may say anything.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen and when a text ends.
 
-    The law is applied in this order: logit bias, penalties, `min_tokens`, temperature, top-k,
-    top-p, min-p. `temperature=0` is greedy decoding: the highest logit after bias and penalties,
-    the lowest id on a tie; the filters then change nothing.
+    The law is applied in this order: logit bias, penalties, `min_tokens`, grammar, temperature,
+    top-k, top-p, min-p. `temperature=0` is greedy decoding: the highest logit after bias, penalties
+    and grammar, the lowest id on a tie; the filters then change nothing.
     """
 
     max_tokens: int = 256
@@ -56,6 +69,9 @@ class SamplingParams:
     """The text ends before the first of these strings."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    """Tokens that it forbids have probability zero. Where bans and `min_tokens` leave none of those
+    that it allows, it wins."""
     logprobs: int | None = None
     """None: off. n: the log-probability of every emitted token and the n most probable ones."""
 
@@ -79,6 +95,7 @@ class SamplingParams:
         need(self.repetition_penalty > 0, "repetition_penalty", "more than 0 (1 is off)")
         need(self.min_tokens >= 0, "min_tokens", "0 or more")
         need(all(self.stop), "stop", "strings that are not empty")
+        need(self.grammar is None or not self.ignore_eos, "ignore_eos", "False with a grammar")
         need(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", "None or 0 to 100")
         need(self.seed is None or self.seed >= 0, "seed", "0 or more, or None")
         need(all(not math.isnan(b) for b in self.logit_bias.values()), "logit_bias", "numbers")

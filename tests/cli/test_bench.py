@@ -98,6 +98,7 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "device": "auto",
         "threads": 1,
         "max_context": 99,
+        "prefix_reuse": False,
     }
     assert set(llm.calls[1:]) == {("none", None), ("ngram", 4)}
     measured = [params for _, params in llm.seen[2:]]

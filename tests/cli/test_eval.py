@@ -109,6 +109,7 @@ def test_options_reach_the_model() -> None:
         "device": "auto",
         "threads": 1,
         "max_context": 99,
+        "prefix_reuse": True,
     }
     assert set(llm.calls[1:]) == {("ngram", 4)}
     found = [(p.temperature, p.seed, p.max_tokens) for _, p in llm.seen]

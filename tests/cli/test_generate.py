@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from pathlib import Path
 from shlex import split
 
 import pytest
@@ -63,6 +64,7 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "device": "cpu",
         "threads": 2,
         "max_context": 64,
+        "prefix_reuse": True,
     }
     prompt, params = llm.seen[0]
     assert prompt == [
@@ -94,6 +96,23 @@ def test_defaults_are_those_of_the_library(fake: type[FakeLLM]) -> None:
 def test_raw_gives_text_instead_of_messages(fake: type[FakeLLM]) -> None:
     assert main(["generate", "Once upon", "--raw"]) == 0
     assert fake.created[0].seen[0][0] == "Once upon"
+
+
+def test_json_schema(fake: type[FakeLLM], tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    assert main(["generate", "hi", "--json-schema", str(file)]) == 0
+    assert fake.created[0].seen[0][1] == SamplingParams(
+        grammar=fake.created[0].json_grammar({"type": "integer"})
+    )
+    made = len(fake.created)
+    for text, message in (("{", "no JSON file"), ("[]", "holds no object"), (None, "no JSON file")):
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+        assert main(["generate", "hi", "--json-schema", str(file)]) == 2
+        assert message in capsys.readouterr().err
+    assert len(fake.created) == made  # refused before a model is loaded
 
 
 @pytest.mark.parametrize("argv", [["generate", "-"], ["generate"]])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,6 +112,15 @@ def generate(
             "--ignore-eos", help="Do not end at end-of-text.", rich_help_panel=opt.SAMPLING_PANEL
         ),
     ] = DEFAULT.ignore_eos,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The answer is JSON that fits this schema; {} lets any JSON through.",
+            show_default=False,
+            rich_help_panel=opt.SAMPLING_PANEL,
+        ),
+    ] = None,
     presence_penalty: Annotated[
         float,
         typer.Option(
@@ -180,6 +191,7 @@ def generate(
     if raw and system is not None:
         raise ConfigError("--system needs the chat template, which --raw turns off: drop one")
     text = _read_prompt(prompt)
+    schema = None if json_schema is None else _read_schema(json_schema)
     llm = opt.load_llm(
         model,
         drafter=drafter,
@@ -190,6 +202,8 @@ def generate(
         threads=threads,
         max_context=max_context,
     )
+    if schema is not None:
+        params = replace(params, grammar=llm.json_grammar(schema))
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
     _answer(llm, text if raw else messages, params, color, as_json, trace, no_stream)
@@ -208,6 +222,16 @@ def _read_prompt(prompt: str | None) -> str:
     if not prompt:
         raise InvalidRequestError("the prompt is empty: give some text")
     return prompt
+
+
+def _read_schema(file: Path) -> dict[str, Any]:
+    try:
+        schema = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--json-schema {file} is no JSON file: {error}") from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"--json-schema {file} holds no object: a JSON schema is one")
+    return schema
 
 
 def _answer(

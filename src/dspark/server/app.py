@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from dspark import __version__
+from dspark.errors import DSparkError
 from dspark.server import errors
 from dspark.server.answer import Answer, unless_gone
 from dspark.server.errors import ApiError, Json
@@ -36,6 +37,7 @@ from dspark.server.schema import (
 from dspark.server.sse import EventStream
 from dspark.server.web import Page
 from dspark.server.worker import Done, Model, Worker
+from dspark.types import Grammar
 
 log = logging.getLogger("dspark.server")
 MAX_CHARACTERS = 32
@@ -162,6 +164,7 @@ class _Routes:
     ) -> Response:
         model = self._worker.ready()
         context = model.engine.target.max_context
+        grammar = await _grammar(model, body.answer_schema)
         wanted = []
         for ids in prompts:
             if len(ids) >= context:
@@ -172,7 +175,7 @@ class _Routes:
                     param=field,
                     code="context_length_exceeded",
                 )
-            wanted += [(ids, p) for p in body.sampling(context - len(ids))]
+            wanted += [(ids, p) for p in body.sampling(context - len(ids), grammar)]
         if len(wanted) > self._worker.capacity:
             raise ApiError(
                 400, f"{len(wanted)} texts at once are more than this server queues", param="n"
@@ -321,6 +324,16 @@ def _check_length(model: Model, param: str, lengths: Sequence[int]) -> None:
             param=param,
             code="context_length_exceeded",
         )
+
+
+async def _grammar(model: Model, schema: dict[str, Any] | None) -> Grammar | None:
+    """What holds an answer to `schema`. Raises ApiError if it cannot be used."""
+    if schema is None:
+        return None
+    try:
+        return await asyncio.to_thread(model.json_grammar, schema)
+    except DSparkError as e:
+        raise ApiError(400, str(e), param="response_format") from e
 
 
 def _ids(model: Model, prompt: str | list[int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic import ValidatorFunctionWrapHandler as Handler
 from pydantic_core import PydanticCustomError, ValidationError
 
-from dspark.types import SamplingParams
+from dspark.types import Grammar, SamplingParams
 
 MAX_CHOICES = 32
 """Texts that one request may ask for: prompts times n."""
@@ -27,7 +27,7 @@ MAX_TOP_LOGPROBS = 20
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when it is not given (OpenAI); chat may use all the context."""
 NOT_YET = frozenset({
-    "response_format", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
+    "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
     "chat_template_kwargs", "reasoning_effort", "verbosity", "modalities", "audio", "prediction",
     "web_search_options", "service_tier", "echo", "suffix", "best_of", "logprob_token_ids",
     "prompt_logprobs", "guided_json", "structured_outputs", "min_logprob", "length_penalty",
@@ -138,6 +138,7 @@ class Generation(Fields):
     logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
+    response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     dspark: Extension | None = None
@@ -165,6 +166,29 @@ class Generation(Fields):
                 raise _problem("logit_bias", "expected token ids with numbers from -100 to 100")
         return value
 
+    @field_validator("response_format")
+    @classmethod
+    def _format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        given = value or {"type": "text"}
+        kind, more = given.get("type"), given.get("json_schema")
+        if kind == "json_schema" and len(given) == 2 and isinstance(more, dict):
+            kinds = {"name": str, "schema": dict, "strict": bool, "description": str}
+            optional = ("strict", "description")
+            if set(kinds) >= set(more) and all(
+                isinstance(more.get(k), t) or (k in optional and more.get(k) is None)
+                for k, t in kinds.items()
+            ):
+                return value
+            raise _problem(
+                "response_format",
+                "json_schema needs a name and a schema (an object), and may have strict and"
+                " description",
+            )
+        if kind in ("text", "json_object") and len(given) == 1:
+            return value
+        expected = "expected an object of type text, json_object or json_schema (with json_schema)"
+        raise _problem("response_format", expected)
+
     @model_validator(mode="after")
     def _stream_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
@@ -185,7 +209,18 @@ class Generation(Fields):
     def wants_rounds(self) -> bool:
         return self.dspark is not None and bool(self.dspark.rounds)
 
-    def params(self, max_tokens: int, logprobs: int | None, choice: int) -> SamplingParams:
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer must fit; None: any text."""
+        wanted = self.response_format or {"type": "text"}
+        if wanted["type"] == "json_schema":
+            schema: dict[str, Any] = wanted["json_schema"]["schema"]
+            return schema
+        return {"type": "object"} if wanted["type"] == "json_object" else None
+
+    def params(
+        self, max_tokens: int, logprobs: int | None, choice: int, grammar: Grammar | None
+    ) -> SamplingParams:
         """For the engine. Choice i of a seeded request has seed + i, so that they differ and each
         can be had alone."""
         given = {
@@ -202,6 +237,7 @@ class Generation(Fields):
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
             "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
+            "grammar": grammar,
         }
         known: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **known)
@@ -224,11 +260,11 @@ class ChatRequest(Generation):
             message.plain()
         return self
 
-    def sampling(self, room: int) -> list[SamplingParams]:
+    def sampling(self, room: int, grammar: Grammar | None) -> list[SamplingParams]:
         """One for each choice; without a limit a text may take the `room` the context leaves."""
         limit = self.max_completion_tokens or self.max_tokens or room
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return [self.params(limit, logprobs, i) for i in range(self.choices)]
+        return [self.params(limit, logprobs, i, grammar) for i in range(self.choices)]
 
 
 class CompletionRequest(Generation):
@@ -255,9 +291,9 @@ class CompletionRequest(Generation):
             return [[i for i in self.prompt if isinstance(i, int)]]
         return [p for p in self.prompt if not isinstance(p, int)]
 
-    def sampling(self, room: int) -> list[SamplingParams]:
+    def sampling(self, room: int, grammar: Grammar | None) -> list[SamplingParams]:
         limit = self.max_tokens or COMPLETION_TOKENS
-        return [self.params(limit, self.logprobs, i) for i in range(self.choices)]
+        return [self.params(limit, self.logprobs, i, grammar) for i in range(self.choices)]
 
 
 class TokenizeRequest(Fields):

@@ -26,7 +26,7 @@ from dspark.errors import InvalidRequestError
 from dspark.server.errors import ApiError, loading, queue_full
 from dspark.server.figures import Figures
 from dspark.server.metrics import Metrics
-from dspark.types import Chunk, Output, Request, Round
+from dspark.types import Chunk, Grammar, Output, Request, Round
 
 if TYPE_CHECKING:
     from dspark.engine.engine import Engine
@@ -46,6 +46,8 @@ class Model(Protocol):
     def engine(self) -> Engine: ...
 
     def encode_prompt(self, prompt: Any, raw: bool = False) -> tuple[int, ...]: ...
+
+    def json_grammar(self, schema: Any) -> Grammar: ...
 
     def plain_speed(self) -> float:
         """Tokens a second of one text without a drafter, measured now."""
