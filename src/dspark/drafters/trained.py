@@ -31,7 +31,8 @@ from dspark.models.weights import WeightSource
 
 
 def shipped(model: str) -> dict[str, Path]:
-    """Name -> directory of the drafters that ship for `model`, best first."""
+    """Name -> directory of the drafters that ship for `model` or lie in its own directory, best
+    first."""
     roots = Path(__file__).parents[3], Path(sys.prefix) / "share" / "dspark"
     for folder in (*(root / "checkpoints" / model for root in roots), Path(model).expanduser()):
         if model and folder.is_dir():

@@ -135,9 +135,10 @@ def tower_features(
     samples: Sequence[Sample],
     layers: tuple[int, ...] | None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    dtype: torch.dtype = torch.float16,
 ) -> list[Features]:
-    """What a drafter reads of every sample, and behind it what the output matrix reads, in fp16:
-    hidden [L, (F + 1) * D]; `layers` None: all streams, S in place of F."""
+    """What a drafter reads of every sample, and behind it what the output matrix reads: hidden
+    [L, (F + 1) * D]; `layers` None: all streams, S in place of F."""
     found: dict[int, Features] = {}
     lengths = [len(s.tokens) for s in samples]
     done, total = 0, sum(lengths)
@@ -145,7 +146,7 @@ def tower_features(
         docs = tower.documents([samples[i].tokens for i in batch])
         x_NSD, kept = tower.streams(docs, layers or ())
         read = x_NSD.flatten(1) if layers is None else torch.cat([kept[i] for i in layers], -1)
-        rows = torch.cat([read, tower.final(x_NSD)], -1).half().view(docs.num, docs.length, -1)
+        rows = torch.cat([read, tower.final(x_NSD)], -1).to(dtype).view(docs.num, docs.length, -1)
         for i, hidden in zip(batch, rows, strict=True):
             s, n = samples[i], lengths[i]
             tokens = torch.tensor(s.tokens)
@@ -201,9 +202,9 @@ class DrafterJob(Job):
         return 1 if self.settings is None else self.settings.block_size
 
     def plan(self) -> list[str]:
-        size = sum(p.numel() for p in self.module.parameters())
+        size, stages = sum(p.numel() for p in self.module.parameters()), len(self.module.mtp)
         return [
-            f"drafter: {self.config.drafter.kind}, {len(self.module.mtp)} stages,"
+            f"drafter: {self.config.drafter.kind}, {stages} stage{'s' * (stages > 1)},"
             f" {size / 1e6:.1f} million parameters, blocks of {self.slots}",
             f"text: {len(self.training)} rows, {len(self.validation)} for validation",
             f"run: {self.total} steps",

@@ -310,7 +310,7 @@ class MoE(nn.Module):
 
     def forward(self, x_ND: Tensor, tokens_N: Tensor, real_N: Tensor | None = None) -> Tensor:
         """`real` [N]: which rows count for the load; None: all."""
-        gate, n = self.gate, len(x_ND)
+        gate = self.gate
         scores = F.softplus(F.linear(x_ND, gate.weight)).sqrt()
         if gate.hashed:
             ids_NK = gate.tid2eid[tokens_N]
@@ -331,7 +331,7 @@ class MoE(nn.Module):
         routed = grouped_linear(h, self.experts.w2, counts)
         s = self.shared_experts
         out_ND = s.w2(self._gated(F.linear(x_ND, torch.cat([s.w1.weight, s.w3.weight]))))
-        return cast(Tensor, out_ND.index_add(0, rows_P, routed)).view(n, -1)
+        return cast(Tensor, out_ND.index_add(0, rows_P, routed))
 
     def _gated(self, wide: Tensor) -> Tensor:
         gate, up = wide.chunk(2, -1)

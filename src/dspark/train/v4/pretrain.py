@@ -76,8 +76,7 @@ class PretrainSection(Steps):
     loss that teaches the indexers."""
 
     out: str = "runs/tower"
-    lr: float = 4e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: float = 5e-3
     epochs: int = 1
     tokens_per_step: int = 2048
     """Padding included."""
