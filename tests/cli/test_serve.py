@@ -62,6 +62,8 @@ def test_options_arrive(
         "2",
         "--metrics-prefix",
         "vllm",
+        "--verify",
+        "static:2",
         "--max-context",
         "99",
         "--no-prefix-reuse",
@@ -76,6 +78,7 @@ def test_options_arrive(
     assert (settings.metrics_prefix, settings.model_names) == ("vllm", ())
     assert (options["model"], options["drafter"]) == ("some/model", "none")
     assert (options["max_users"], options["max_context"]) == (3, 99)
+    assert options["verify"] == "static:2"
     assert options["prefix_reuse"] is False
     assert served["llm"].model_name == "mine"
 
@@ -86,7 +89,7 @@ def test_help_and_defaults_of_the_library(capsys: pytest.CaptureFixture[str]) ->
     library = inspect.signature(LLM).parameters
     command: Any = typer.main.get_command(app)
     options = {p.name: p.default for p in command.commands["serve"].params if p.name in library}
-    assert len(options) == 8
+    assert len(options) == 9
     assert options == {name: library[name].default for name in options}
 
 

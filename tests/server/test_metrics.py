@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from dspark.drafters.base import DraftContext, Drafter
 from dspark.errors import ConfigError
 from dspark.llm import LLM
+from dspark.schedule.scheduler import Scheduler
 from dspark.server.figures import Figures
 from dspark.server.metrics import Metrics, Report
-from dspark.types import Round
+from dspark.types import Draft, Round
 from tests.engine.oracle import PATTERNS
 from tests.server.served import EOS, Scripted, serving
 
 
 def round_of(verified: int, accepted: int, drafted: int = 7) -> Round:
-    emitted = tuple(range(accepted + 1))
-    return Round("r", 0, tuple(range(drafted)), verified, accepted, emitted, 0, 0, 0)
+    """Half of what was verified was expected to be accepted."""
+    emitted, predicted = tuple(range(accepted + 1)), verified / 2
+    return Round("r", 0, tuple(range(drafted)), verified, accepted, emitted, 0, 0, 0, predicted)
 
 
 def test_by_hand() -> None:
@@ -39,12 +45,20 @@ def test_by_hand() -> None:
         "num_accepted_draft_tokens": 4,
         "num_draft_tokens": 8,
         "num_spec_tokens": 3,
+        "num_proposed_tokens": 28,
+        "num_predicted_accepted_tokens": 4.0,
     }
+    metrics.schedule(5, [0.25, -0.5])
     page = metrics.page().decode()
     for line in (
         'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0',
         'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 8.0',
         'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 4.0',
+        'vllm:spec_decode_num_proposed_tokens_total{engine="0",model_name="m"} 28.0',
+        'vllm:spec_decode_num_predicted_accepted_tokens_total{engine="0",model_name="m"} 4.0',
+        'vllm:spec_decode_verification_budget{engine="0",model_name="m"} 5.0',
+        'calibration_error{engine="0",model_name="m",position="0"} 0.25',
+        'calibration_error{engine="0",model_name="m",position="1"} -0.5',
         'accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 2.0',
         'accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 1.0',
     ):
@@ -101,12 +115,14 @@ def test_no_drafter_no_figures() -> None:
 def test_sums_over_requests_are_the_counters(library: LLM) -> None:
     """Per-request figures, usage and /metrics tell one story."""
     sums: Counter[str] = Counter()
+    predicted = 0.0
     with serving(lambda: library, metrics_prefix="vllm") as s:
         for i in range(6):
             asked: dict[str, Any] = {"prompt": "one two one two one" * (i + 1), "max_tokens": 30}
             got = s.post("/v1/completions", **asked, seed=i, temperature=i / 5).json()
             spec = got["metrics"]["speculative_decoding"]
             sums += Counter({k: v for k, v in spec.items() if isinstance(v, int)})
+            predicted += spec["num_predicted_accepted_tokens"]
             sums += Counter({k: v for k, v in got["usage"].items() if isinstance(v, int)})
             for k, row in spec["acceptance_histogram_by_draft_length"].items():
                 assert len(row) == int(k) + 1
@@ -116,6 +132,10 @@ def test_sums_over_requests_are_the_counters(library: LLM) -> None:
         assert sums["num_draft_tokens"] > sums["num_accepted_draft_tokens"] > 0
         assert s.series("vllm:spec_decode_num_drafts_total") == sums["num_spec_steps"]
         assert s.series("vllm:spec_decode_num_draft_tokens_total") == sums["num_draft_tokens"]
+        proposed = s.series("vllm:spec_decode_num_proposed_tokens_total")
+        assert proposed == sums["num_proposed_tokens"] >= sums["num_draft_tokens"]
+        foretold = s.series("vllm:spec_decode_num_predicted_accepted_tokens_total")
+        assert foretold == pytest.approx(predicted) and predicted > 0
         accepted = s.series("vllm:spec_decode_num_accepted_tokens_total")
         assert accepted == sums["num_accepted_draft_tokens"]
         page = s.http.get("/metrics").text
@@ -139,3 +159,34 @@ def test_the_engine_of_an_llm_is_the_one_of_its_drafter(library: LLM) -> None:
     library.set_drafter("none")
     assert library.engine is not before and library.engine.target is library.target
     library.set_drafter("ngram")
+
+
+def test_a_schedule_that_cuts_shows_what_it_cut() -> None:
+    """Half of a block is verified; a head that is sure of all of it is wrong by what was missed."""
+    text = b"abcdefghijklmnopqrstuvw"
+    model = Scripted([*text, EOS], right=lambda n, row: 1)
+    model.engine.drafter.inner = Sure(model.engine.drafter.inner)
+    model.engine.scheduler = Scheduler("static:2")
+    with serving(model) as s:
+        got = s.post("/v1/completions", prompt="hello", max_tokens=19, temperature=0).json()
+        spec = got["metrics"]["speculative_decoding"]
+        assert spec["num_proposed_tokens"] > 2 * spec["num_draft_tokens"] > 0
+        assert spec["num_predicted_accepted_tokens"] == spec["num_draft_tokens"]
+        # One token of the prefill, nine rounds of two: the last one had room for one draft.
+        assert s.series("dspark:spec_decode_verification_budget") == 1
+        page = s.http.get("/metrics").text
+        found = dict(re.findall(r'calibration_error{.*position="(\d+)"} (\S+)', page))
+        assert {k: float(v) for k, v in found.items() if int(k) < 2} == {"0": 0.0, "1": 1.0}
+
+
+class Sure(Drafter):
+    """Another's drafts, each of which it is certain of."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner, self.cap = inner, inner.cap
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [replace(d, confidence=torch.ones(len(d))) for d in self._inner.propose(contexts)]
+
+    def release(self, slot: int) -> None:
+        self._inner.release(slot)

@@ -4,12 +4,17 @@ The object `metrics` at the root of a response, with the names and definitions o
 acceptance metrics, which benchmark tools read without being told:
 
     num_spec_steps             rounds that verified a draft token at least
-    num_draft_tokens           draft tokens verified (those the scheduler cut do not count)
+    num_draft_tokens           draft tokens scheduled, and so verified
     num_accepted_draft_tokens  of these, the ones that were emitted; the bonus is none of them
     mean_acceptance_length     1 + num_accepted_draft_tokens / num_spec_steps
     draft_acceptance_rate      num_accepted_draft_tokens / num_draft_tokens, or 0
     acceptance_histogram       [j] steps that accepted j draft tokens
     acceptance_histogram_by_draft_length   the same for each length that was verified
+
+and two of the schedule, which vLLM has no names for:
+
+    num_proposed_tokens            draft tokens before the scheduler cut any
+    num_predicted_accepted_tokens  accepted ones as the confidences had foretold them
 
 A text that ends inside an accepted block counts the tokens before its end.
 """
@@ -33,8 +38,12 @@ class Figures:
     last: float | None = None
     by_length: dict[int, list[int]] = field(default_factory=dict)
     """[k][j]: steps that accepted j of k."""
+    proposed: int = 0
+    predicted: float = 0.0
 
     def add(self, r: Round) -> None:
+        self.proposed += len(r.drafted)
+        self.predicted += r.predicted
         if r.verified:
             row = self.by_length.setdefault(r.verified, [0] * (r.verified + 1))
             row[r.accepted] += 1
@@ -59,6 +68,8 @@ class Figures:
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
             "num_spec_tokens": longest,
+            "num_proposed_tokens": self.proposed,
+            "num_predicted_accepted_tokens": self.predicted,
         }
 
     def metrics(self, stats: Stats, speculates: bool) -> dict[str, Any]:

@@ -5,6 +5,13 @@
     spec_decode_num_accepted_tokens  of these, emitted (the bonus is none of them)
     spec_decode_num_accepted_tokens_per_pos{position}   rounds that accepted the token at a position
 
+and, of the schedule, which vLLM has no names for,
+
+    spec_decode_num_proposed_tokens            draft tokens before the scheduler cut any
+    spec_decode_num_predicted_accepted_tokens  accepted ones as the confidences had foretold them
+    spec_decode_calibration_error{position}    mean predicted survival less the share that survived
+    spec_decode_verification_budget            draft tokens verified in the last round, of all texts
+
 so that acceptance length is 1 + accepted / drafts, acceptance rate accepted / draft tokens, and the
 rate of a position accepted_per_pos / drafts. All carry a prefix (`dspark:`, or `vllm:` for
 dashboards that exist) and the labels `model_name` and `engine`.
@@ -16,6 +23,7 @@ Each app has a registry of its own.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,13 +43,16 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens processed.",
     "generation_tokens": "Tokens generated.",
     "spec_decode_num_drafts": "Rounds that verified a draft.",
-    "spec_decode_num_draft_tokens": "Draft tokens verified.",
+    "spec_decode_num_draft_tokens": "Draft tokens verified, as many as were scheduled.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
+    "spec_decode_num_proposed_tokens": "Draft tokens proposed, scheduled or not.",
+    "spec_decode_num_predicted_accepted_tokens": "Draft tokens expected to be accepted.",
 }
 GAUGES = {
     "num_requests_running": "Requests that hold a slot.",
     "num_requests_waiting": "Requests that wait for one.",
     "kv_cache_usage_perc": "Cache rows in use; 1 is all.",
+    "spec_decode_verification_budget": "Draft tokens verified in the last round.",
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", TTFT),
@@ -103,12 +114,19 @@ class Metrics:
             "Rounds that accepted the draft token at a position.",
             ("position",),
         )
+        self._errors: Gauge = make(
+            Gauge,
+            "spec_decode_calibration_error",
+            "Mean predicted survival of verified drafts less the share that survived.",
+            ("position",),
+        )
         self._ended: Counter = make(
             Counter, "request_success", "Requests that ended, by reason.", ("finished_reason",)
         )
         self._labels = labels
 
     def round(self, r: Round) -> None:
+        self._counters["spec_decode_num_proposed_tokens"].inc(len(r.drafted))
         if not r.verified:
             return
         t = self.totals
@@ -119,6 +137,7 @@ class Metrics:
         self._counters["spec_decode_num_drafts"].inc()
         self._counters["spec_decode_num_draft_tokens"].inc(r.verified)
         self._counters["spec_decode_num_accepted_tokens"].inc(r.accepted)
+        self._counters["spec_decode_num_predicted_accepted_tokens"].inc(r.predicted)
         for k in range(r.accepted):
             t.accepted_at[k] += 1
             self._positions.labels(**self._labels, position=str(k)).inc()
@@ -137,9 +156,15 @@ class Metrics:
 
     def load(self, running: int, waiting: int, cache_usage: float) -> None:
         self.running, self.waiting, self.cache_usage = running, waiting, cache_usage
-        values = (running, waiting, cache_usage)
-        for gauge, value in zip(self._gauges.values(), values, strict=True):
-            gauge.set(value)
+        self._gauges["num_requests_running"].set(running)
+        self._gauges["num_requests_waiting"].set(waiting)
+        self._gauges["kv_cache_usage_perc"].set(cache_usage)
+
+    def schedule(self, budget: int, errors: Sequence[float]) -> None:
+        """A round verified `budget` drafts; `errors` [k] of the confidences since the start."""
+        self._gauges["spec_decode_verification_budget"].set(budget)
+        for k, error in enumerate(errors):
+            self._errors.labels(**self._labels, position=str(k)).set(error)
 
     def page(self) -> bytes:
         """What a scrape gets."""

@@ -248,17 +248,21 @@ class Worker:
                 job.figures.started = now
                 waited = now - job.figures.arrived
                 self._metrics.observe("request_queue_time_seconds", waited)
+        self._budget = 0
         try:
             chunks = self._engine.step()
         except Exception as e:
             log.exception("a round failed; the requests in flight end with an error")
             self._end_all(e)
             return
+        errors = [p.gap for p in self._engine.scheduler.drift.totals]
+        self._metrics.schedule(self._budget, errors)
         for name, emitted in groupby(chunks, key=lambda c: c.request_id):
             self._hand_out(self._live[name], tuple(emitted))
 
     def _on_round(self, r: Round) -> None:
         self._metrics.round(r)
+        self._budget += r.verified
         job = self._live[r.request_id]
         job.figures.add(r)
         job.round = r
