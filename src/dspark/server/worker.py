@@ -116,6 +116,8 @@ class Worker:
         """In order of arrival, in which the engine gives out its slots."""
         self._lock = threading.Lock()
         self._open = 0
+        self._budget = 0
+        """Draft tokens verified in the round in progress."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
