@@ -52,6 +52,7 @@ def visiting(browser: Browser, url: str, *, ready: bool = True, **context: Any) 
     complaints: list[str] = []
     asked: list[str] = []
     tab = browser.new_context(**context)
+    tab.set_default_timeout(120_000)  # milliseconds; a busy machine is no failure
     page = tab.new_page()
     page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
     page.on("pageerror", lambda e: complaints.append(str(e)))
@@ -181,7 +182,6 @@ def test_stopping_frees_the_slot_and_keeps_the_text(browser: Browser, how: str) 
         kept = page.locator(".answer .t").all_text_contents()
         assert 3 < len(kept) < 900
         # The next turn carries the conversation, the stopped answer included.
-        slow.engine.drafter.release(0)
         page.fill("#question", "More")
         page.press("#question", "Enter")
         s.wait(lambda: len(seen) == 2)

@@ -166,20 +166,12 @@ def bench_serve(
     chosen = load_prompts(ui.split(prompts or [DEFAULT_PROMPTS]))
     if json_file is not None:
         picture.check_file(json_file)
-    ended = 0
+    with ui.progress(color, requests * len(config.loads)) as advance:
 
-    def on_sample(load: Load, sample: Sample) -> None:
-        nonlocal ended
-        ended += 1
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{load} · {ended} of {requests * len(config.loads)}\x1b[K")
-            sys.stderr.flush()
+        def on_sample(load: Load, sample: Sample) -> None:
+            advance(1, str(load))
 
-    try:
         report = serve.run(endpoint, chosen, config, model=model, on_sample=on_sample)
-    finally:
-        if ended and sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
     _print_table(report, color)
     line = json.dumps(ui.finite(report.as_json()), ensure_ascii=False, allow_nan=False)
     if json_file is not None:
