@@ -12,6 +12,7 @@ from dspark.drafters.base import Drafter
 from dspark.drafters.ngram import NgramDrafter
 from dspark.drafters.none import NoDrafter
 from dspark.engine.engine import Engine
+from dspark.engine.slots import Slots
 from dspark.types import Output, Request
 from tests.drafters import tiny_drafters
 from tests.engine.oracle import ByteTokenizer, Ids, Played, Spy, play, request
@@ -162,31 +163,72 @@ def test_a_target_that_cannot_go_back_makes_a_cold_start(int8: Any) -> None:
         def reuse(self, source: int, slot: int, length: int) -> bool:
             return source == slot and length > 25
 
-    engine = warm(Ring(int8), tiny_drafters.drafter(int8))
+    engine = warm(Ring(int8), NgramDrafter(int8))
     first = run(engine, ids(20, 1))
     assert run(engine, ids(20, 1)).stats.cached_tokens == 0
     longer = (*first.prompt_ids, *first.token_ids, *ids(9, 2))
     r = request(longer, max_tokens=12)
     got = play(engine, [r])
     assert got.outputs["r"].stats.cached_tokens == 31
-    assert got.shares("r") == cold(int8, tiny_drafters.drafter(int8), r).shares("r")
+    assert got.shares("r") == cold(int8, NgramDrafter(int8), r).shares("r")
 
 
-def test_a_drafter_that_lost_a_text_does_not_lend_it(int8: Any) -> None:
-    class Flaky(NgramDrafter):
-        fail = True
+class Flaky(Drafter):
+    """Loses sequences while `fail` is set."""
 
-        def observe(self, committed: Any, features: Any) -> None:
-            if self.fail:
-                raise RuntimeError("broken")
-            super().observe(committed, features)
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.fail = inner, False
+        self.cap, self.feature_layers = inner.cap, inner.feature_layers
 
-    drafter = Flaky(int8)
+    def propose(self, contexts: Any) -> Any:
+        return self.inner.propose(contexts)
+
+    def observe(self, committed: Any, features: Any) -> None:
+        if self.fail:
+            raise RuntimeError("broken")
+        self.inner.observe(committed, features)
+
+    def reuse(self, source: int, slot: int, length: int) -> int:
+        return self.inner.reuse(source, slot, length)
+
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
+
+def test_a_text_that_the_drafter_lost_is_not_lent(int8: Any) -> None:
+    drafter = Flaky(NgramDrafter(int8))
     engine = warm(int8, drafter)
+    drafter.fail = True
     run(engine, ids(20, 1))
     drafter.fail = False
     assert run(engine, ids(20, 1)).stats.cached_tokens == 0
     assert run(engine, ids(20, 1)).stats.cached_tokens == 19
+
+
+def test_refusals_harm_no_other_text(int8: Any) -> None:
+    """The best match is refused, the second best is taken as it is: nothing was copied into the
+    least recently used slot meanwhile, and the drafter claims nothing there."""
+    copied: list[tuple[int, int, int]] = []
+
+    class Target(Reusing):
+        def reuse(self, source: int, slot: int, length: int) -> bool:
+            copied.append((source, slot, length))
+            return True
+
+    class Drafted(NoDrafter):
+        released: list[int] = []  # noqa: RUF012
+
+        def reuse(self, source: int, slot: int, length: int) -> int:
+            return 0 if source == 2 else length
+
+        def release(self, slot: int) -> None:
+            self.released.append(slot)
+
+    slots = Slots(Target(int8), Drafted(int8), reuse=True)
+    slots._kept = {0: [9] * 20, 1: [1, 2, 3, 4], 2: [1, 2, 3, *range(5, 30)]}
+    assert slots.take((1, 2, 3, 5, 6, 7, 8), ()) == (1, 3)
+    assert copied == [(1, 1, 3)]
+    assert Drafted.released == [0] and slots.free == [0, 2] and set(slots._kept) == {0, 2}
 
 
 # -- nothing shows it but time ---------------------------------------------------------------------

@@ -65,10 +65,12 @@ class Slots:
         for source, shared, held in self._alike(prompt, running) if self._reuse else ():
             places = [oldest] if source not in self.free else [oldest, source]
             for slot in places if 2 * shared < held else places[::-1]:
-                if self._target.reuse(source, slot, shared):
-                    start = self._drafter.reuse(source, slot, shared)
-                    if start:
-                        return slot, start
+                # The drafter first: it has less to copy, and may want a row less.
+                start = self._drafter.reuse(source, slot, shared)
+                if start and self._target.reuse(source, slot, start):
+                    return slot, start
+                if slot != source:  # the text that is there keeps its rows, not the drafter's
+                    self._drafter.release(slot)
         return oldest, 0
 
     def _alike(self, prompt: Items[int], running: Items[Sequence]) -> list[tuple[int, int, int]]:

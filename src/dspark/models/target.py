@@ -112,8 +112,7 @@ class Target(Protocol):
 
     def reuse(self, source: int, slot: int, length: int) -> bool:
         """Make `slot` hold the first `length` rows of `source`, perhaps the same slot, so that a
-        pass may go on from there, or from one row before where a drafter wants the last one anew.
-        False, and nothing done, if the cache cannot."""
+        pass may go on from there; False, and nothing done, if the cache cannot."""
         ...
 
     # What a trained drafter shares with its target.

@@ -177,7 +177,7 @@ class DeepseekV4:
     def reuse(self, source: int, slot: int, length: int) -> bool:
         """See `target.Target.reuse`. A slot's own rows only, and only as far back as the rings
         reach: what stands in them is never copied."""
-        return source == slot and self._written[slot] - (length - 1) <= self.layout.max_block
+        return source == slot and self._written[slot] - length <= self.layout.max_block
 
     # What a trained drafter shares with its target.
 
