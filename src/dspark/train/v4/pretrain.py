@@ -46,21 +46,21 @@ class ModelSection:
     """As in `config.json`; compress_ratios has one number for each layer (`V4Config`)."""
 
     vocab_size: int = 4096
-    hidden_size: int = 128
-    compress_ratios: tuple[int, ...] = (0, 0, *(4, 32) * 9)
+    hidden_size: int = 96
+    compress_ratios: tuple[int, ...] = (0, 0, *(4, 32) * 15)
     num_attention_heads: int = 4
     head_dim: int = 32
     qk_rope_head_dim: int = 16
-    q_lora_rank: int = 64
+    q_lora_rank: int = 32
     o_groups: int = 2
-    o_lora_rank: int = 64
+    o_lora_rank: int = 32
     sliding_window: int = 64
     index_n_heads: int = 4
-    index_head_dim: int = 32
+    index_head_dim: int = 16
     index_topk: int = 32
-    n_routed_experts: int = 16
+    n_routed_experts: int = 32
     num_experts_per_tok: int = 2
-    moe_intermediate_size: int = 64
+    moe_intermediate_size: int = 32
     num_hash_layers: int = 3
     hc_mult: int = 4
     hc_sinkhorn_iters: int = 20
