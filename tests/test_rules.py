@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, str] = {
     "engine": "errors types sampling verify schedule models drafters",
     "llm": "errors types sampling tokenizer grammar schedule models drafters engine",
     # above the public face
-    "train": "errors types sampling tokenizer schedule models drafters llm",
+    "train": "errors types sampling deepseek_v4_chat tokenizer schedule models drafters llm",
     "bench": "errors client types schedule llm",
     "interop": "errors types tokenizer models drafters llm",
     "server": "errors types tokenizer engine llm",

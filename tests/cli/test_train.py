@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.cli import train as verb
+from dspark.cli import progress
 from dspark.cli.main import main
 from dspark.drafters import checkpoint
 from dspark.train import plan as plans
@@ -40,7 +40,7 @@ def config(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     ]  # fmt: skip
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(verb, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     return toml(tmp_path / "c.toml", {
         "target": {"model": str(model), "dtype": "fp32", "device": "cpu"},
         "text": {"files": [str(text)], "held_out": 2},

@@ -170,6 +170,10 @@ class DrafterJob(Job):
         limit = min(config.text.max_tokens, sizes.max_context)
         self.samples = load_samples(config.text.files, checkpoint_.tokenizer, limit)
         self.training, self.validation = split(self.samples, config.text.held_out)
+        if not any(len(self.samples[i].tokens) - self.samples[i].start > 1 for i in self.training):
+            raise ConfigError(
+                "no sample to train on has two answer tokens: take more or longer text"
+            )
         self._order = Order(self.samples, self.training, config.train)
         self.total = self._order.total_steps()
         self._tower = tower = Tower(sizes)
