@@ -333,7 +333,7 @@ async def _grammar(model: Model, schema: dict[str, Any] | None) -> Grammar | Non
     try:
         return await asyncio.to_thread(model.json_grammar, schema)
     except DSparkError as e:
-        raise ApiError(400, str(e), param="response_format") from e
+        raise ApiError(400, f"response_format: {e}", param="response_format") from e
 
 
 def _ids(model: Model, prompt: str | list[int]) -> tuple[int, ...]:
