@@ -6,9 +6,11 @@ the tests hold the two equal, logits and drafts alike. Weights have the official
 so what is trained here is an ordinary checkpoint.
 
     operations.py   the few operations that autograd alone would make slow
-    layers.py       one block: mixing of streams, attention, experts
+    layers.py       one block: mixing of streams, attention;  experts.py  its experts
     tower.py        all of them: tokens to hidden states
     heads.py        MTP-1 and the DSpark stages, on a frozen tower
+    muon.py         updates of matrices
+    vocabulary.py   a tokenizer with V4's marks
     batches.py      documents of like length together, resumable
     loop.py         steps, states, validation: one loop for all three
     pretrain.py     a tower and its tokenizer from a file;  drafter.py  a drafter on a tower

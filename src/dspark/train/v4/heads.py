@@ -119,8 +119,8 @@ class MtpHeads(Heads):
         firsts = torch.tensor([d.first_row for d in pack.documents])
         longest = -(-int((ends - firsts).max()) // CHUNK) * CHUNK
         rows_BL = firsts[:, None] + torch.arange(longest)
-        # Padding repeats the last row, and so do documents' last rows stand for a token behind
-        # them that there is not: nobody reads what comes of either.
+        # The last row of a document stands for the padding, too, and for the token behind it that
+        # there is not: nobody reads what comes of either.
         rows_N = torch.minimum(rows_BL, ends[:, None] - 1).reshape(-1)
         behind_N = torch.minimum(rows_BL + 1, ends[:, None] - 1).reshape(-1)
         docs = Documents(self.config, pack.tokens[rows_N].view_as(rows_BL), ends - firsts)
@@ -194,7 +194,7 @@ class DSparkHeads(Heads):
                 own = a.keys(a.wkv(x).view(*at_BK.shape[:2], -1), at_BK)
                 q = a.queries(rank, at_BK).flatten(1, 2)
                 out, _ = attend(q, torch.cat([context, own], 1), mask, a.attn_sink)
-                return cast(Tensor, a.output(out.view(*at_BK.shape[:2], c.num_heads, -1), at_BK))
+                return a.output(out.view(*at_BK.shape[:2], c.num_heads, -1), at_BK)
 
             x_NSD = stage(x_NSD, tokens, attention)
         return self.exit.collapse(x_NSD).view(len(pack.anchors), slots, -1)
