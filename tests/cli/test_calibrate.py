@@ -33,7 +33,7 @@ def quick(tmp_path: Path) -> list[str]:
     (tmp_path / "boaster").mkdir()
     lines = [json.dumps({"prompt": "abcdefgh"[: 1 + i % 8]}) for i in range(12)]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    prompts = ["--prompts", str(tmp_path / "p.jsonl"), "--tokens", "40"]
+    prompts = ["--prompts", str(tmp_path / "p.jsonl"), "--max-tokens", "40"]
     return ["calibrate", str(tmp_path / "boaster"), *prompts]
 
 

@@ -31,7 +31,7 @@ EPILOG = """Examples:
 
   dspark calibrate runs/dspark/drafter --prompts mine.jsonl --picture reliability.png
 
-  dspark calibrate dspark --temperature 0 --tokens 512 --out greedy.json
+  dspark calibrate dspark --temperature 0 --max-tokens 512 --out greedy.json
 """
 
 DEFAULT = CalibrateConfig()
@@ -60,7 +60,7 @@ def calibrate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="First prompts of each file.", show_default="all")
     ] = None,
-    tokens: Annotated[
+    max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to generate for each prompt at most.")
     ] = DEFAULT.max_tokens,
     temperature: Annotated[
@@ -119,7 +119,7 @@ def calibrate(
     config = CalibrateConfig(
         drafter=drafter,
         temperature=temperature,
-        max_tokens=tokens,
+        max_tokens=max_tokens,
         repeat=repeat,
         held_out=held_out,
         seed=seed,

@@ -6,7 +6,8 @@ very distribution its tokens were drawn from, or None for a deterministic guess.
 
 A drafter keeps its own context by slot and absolute position, as the target does, and is told of
 every pass through `observe`: after a prefill chunk all rows are committed, after a verification the
-anchor and the accepted drafts are. It never sees a row that was not committed.
+anchor and the accepted drafts are. It never sees a row that was not committed. One that only keeps
+context may say that it is `patient`: it is then told before it is next asked, of many passes at once.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Drafter(ABC):
 
     sizes_drafts: bool = False
     """It offers only what it expects to pay: `--verify auto` then checks all of it."""
+    patient: bool = False
+    """Rows may reach `observe` late and in lumps, `verified` and `accepted` left out."""
     cap: int = 8
     """Longest block it drafts; 0: it never does. What drafting costs is told by this."""
     feature_layers: tuple[int, ...] = ()

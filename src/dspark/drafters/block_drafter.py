@@ -28,6 +28,8 @@ from dspark.types import Draft
 class BlockDrafter(Drafter):
     """Drafts with a trained `BlockModel`; see the module docstring."""
 
+    patient = True
+
     def __init__(
         self,
         target: Target,

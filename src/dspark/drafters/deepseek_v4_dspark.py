@@ -49,6 +49,8 @@ from dspark.types import Draft
 class V4DSparkDrafter(Drafter):
     """Drafts with the stages `mtp.*` of the target's own checkpoint; see the module docstring."""
 
+    patient = True
+
     def __init__(
         self,
         target: DeepseekV4,

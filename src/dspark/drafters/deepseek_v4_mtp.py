@@ -38,6 +38,8 @@ from dspark.types import Draft
 class V4MtpDrafter(Drafter):
     """Drafts with `mtp.0` of the target's own checkpoint; see the module docstring."""
 
+    patient = True
+
     def __init__(
         self,
         target: DeepseekV4,

@@ -30,6 +30,8 @@ from dspark.types import Draft
 class MtpDrafter(Drafter):
     """Drafts with a trained `MtpModel`; see the module docstring."""
 
+    patient = True
+
     def __init__(
         self,
         target: Target,

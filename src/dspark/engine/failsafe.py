@@ -6,6 +6,8 @@ plain decoding. Where `observe` raises, the drafter missed rows of the sequences
 not asked about them again until their slots are given to others, since its context has a hole. Each
 failure is counted, the first one is logged with its traceback.
 
+It is also where the rows of a patient drafter wait while no draft is wanted (`backlog`).
+
 Assertions pass through: they say that the engine broke its contract with the drafter, a bug that
 shall be seen and not survived.
 """
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dspark.drafters.base import Committed, DraftContext, Drafter
+from dspark.engine.backlog import ENOUGH, Backlog
 from dspark.types import Draft
 
 log = logging.getLogger(__name__)
@@ -31,8 +34,10 @@ class Failsafe(Drafter):
         self.cap, self.feature_layers = inner.cap, inner.feature_layers
         self.failures = 0
         self._lost: set[int] = set()
+        self._backlog = Backlog()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._tell()
         known = [c for c in contexts if c.slot not in self._lost]
         try:
             found = self.inner.propose(known) if known else []
@@ -48,16 +53,32 @@ class Failsafe(Drafter):
         # Rows are told also of lost sequences where a slot begins anew: position 0 is no hole.
         self._lost -= {c.slot for c in committed if c.start == 0}
         told = [c for c in committed if c.slot not in self._lost]
+        if features is None or not self.inner.patient:
+            self._observe(told, features)
+            return
+        if not all(self._backlog.continues(c) for c in told):
+            self._tell()
+        self._backlog.add(told, features)
+        if len(self._backlog) >= ENOUGH:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Nothing waits any more."""
+        if self._backlog.slots:
+            self._observe(*self._backlog.take())
+
+    def _observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
         try:
-            if told:
-                self.inner.observe(told, features)
+            if committed:
+                self.inner.observe(committed, features)
         except AssertionError:
             raise
         except Exception as e:
             self._failed("observe", e)
-            self._lost |= {c.slot for c in told}
+            self._lost |= {c.slot for c in committed}
 
     def reuse(self, source: int, slot: int, length: int) -> int:
+        self._tell()
         if source in self._lost:
             return 0
         try:
@@ -72,6 +93,7 @@ class Failsafe(Drafter):
         return start
 
     def release(self, slot: int) -> None:
+        self._backlog.drop(slot)
         try:
             self.inner.release(slot)
         except AssertionError:
