@@ -7,7 +7,7 @@ very distribution its tokens were drawn from, or None for a deterministic guess.
 A drafter keeps its own context by slot and absolute position, as the target does, and is told of
 every pass through `observe`: after a prefill chunk all rows are committed, after a verification the
 anchor and the accepted drafts are. It never sees a row that was not committed. One that only keeps
-context may say that it is `patient`: it is then told before it is next asked, of many passes at once.
+context may say that it is `patient`: then it is told of many passes at once, before it is asked.
 """
 
 from __future__ import annotations
