@@ -20,6 +20,7 @@ import torch
 
 from dspark.drafters.base import DRAFTERS, Drafter, build
 from dspark.drafters.trained import shipped as shipped_drafters
+from dspark.drafters.trained import trained_acceptance
 from dspark.engine import profile
 from dspark.engine.engine import Engine
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
@@ -32,12 +33,17 @@ from dspark.schedule.cost import CostTable
 from dspark.schedule.policy import DEFAULT as VERIFY
 from dspark.schedule.policy import parse
 from dspark.schedule.scheduler import Scheduler
+from dspark.schedule.worth import expected_gain
 from dspark.types import Chunk, Grammar, Output, Request, Round, SamplingParams
 
 Message = Mapping[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
 Prompt = str | Sequence[int]
 """Raw text (no chat template), or token ids."""
+
+
+Key = tuple[str, int | None]
+"""Name and block length of a drafter."""
 
 
 class LLM:
@@ -89,8 +95,8 @@ class LLM:
         self._grammars: Grammars | None = None
         self._carried = checkpoint.carried
         self._verify, self._prefix_reuse = verify, prefix_reuse
-        self._drafters: dict[tuple[str, int | None], Drafter] = {}
-        self._costs: dict[tuple[str, int | None], profile.Costs] = {}
+        self._drafters: dict[Key, Drafter] = {}
+        self._costs: dict[Key, profile.Costs] = {}
         self._schedulers: dict[tuple[str, int | None, str, bool], Scheduler] = {}
         self.set_drafter(drafter, num_draft_tokens)
 
@@ -121,23 +127,13 @@ class LLM:
         mode = "all" if whole_drafts else verify or self._verify
         parse(mode)  # better refused before weights are read
         key = (name, num_draft_tokens)
-        if key not in self._drafters:
-            self._drafters[key] = build(
-                name,
-                self.target,
-                num_draft_tokens,
-                model=self.model_name,
-                carried=self._carried,
-            )
-        drafter = self._drafters[key]
+        drafter = self._drafter(key)
         if mode == "auto" and drafter.sizes_drafts:
             mode = "all"  # it has weighed the lengths already: a second cut only loses tokens
         needs_costs = not parse(mode).own_draft_only
         costs = profile.Costs(None, "")
         if needs_costs and drafter.cap:
-            if key not in self._costs:
-                self._costs[key] = profile.obtain(self.target, drafter, self._fingerprint(*key))
-            costs = self._costs[key]
+            costs = self._measured(key)
         kind = (*key, mode, calibrated)
         if kind not in self._schedulers:
             self._schedulers[kind] = Scheduler(
@@ -155,6 +151,21 @@ class LLM:
             scheduler=self._schedulers[kind],
             prefix_reuse=self._prefix_reuse,
         )
+
+    def _drafter(self, key: Key) -> Drafter:
+        """Loaded when it is first asked for."""
+        if key not in self._drafters:
+            self._drafters[key] = build(
+                key[0], self.target, key[1], model=self.model_name, carried=self._carried
+            )
+        return self._drafters[key]
+
+    def _measured(self, key: Key) -> profile.Costs:
+        """What rounds of this drafter cost."""
+        if key not in self._costs:
+            drafter = self._drafter(key)
+            self._costs[key] = profile.obtain(self.target, drafter, self._fingerprint(*key))
+        return self._costs[key]
 
     def _calibration(self, drafter: str) -> Calibration | None:
         """What makes the drafter's confidences honest: `calibration.json` beside its weights."""
@@ -175,8 +186,7 @@ class LLM:
 
     def _forget_stale_costs(self) -> None:
         """Drop a table that live rounds refuted, from the cache, too: whoever chooses the drafter
-        next, here or in a later run, measures anew. Until then the engine goes on with the old one,
-        scaled by the live times (`schedule.monitor`)."""
+        next measures anew; until then the old one is scaled (`schedule.monitor`)."""
         engine: Engine | None = getattr(self, "_engine", None)
         if engine is None or engine.scheduler.cost is None or not engine.scheduler.cost.stale:
             return
@@ -227,9 +237,15 @@ class LLM:
             return name, "as asked"
         if self._carried:
             return self._carried[0].kind, "stored in the model's own checkpoint"
-        shipped = next(iter(shipped_drafters(self.model_name)), None)
-        if shipped is not None:
-            return shipped, f"trained for {self.model_name}, ships with dspark"
+        for best, folder in shipped_drafters(self.model_name).items():
+            table, acceptance = self._measured((best, None)).table, trained_acceptance(folder)
+            if table is None or not acceptance:
+                return best, f"trained for {self.model_name}, ships with dspark"
+            gain = expected_gain(table, acceptance, self._drafter((best, None)).cap)
+            if gain >= 1:
+                return best, f"trained for {self.model_name}: {gain:.2f} times plain expected here"
+            why = f"prompt lookup; {best} would reach {gain:.2f} times plain speed on this machine"
+            return "ngram", why
         return "ngram", "prompt lookup needs no weights; no trained drafter is known for this model"
 
     @property

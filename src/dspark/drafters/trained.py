@@ -9,6 +9,7 @@ any directory: `config.json` with the target's sizes, and `mtp.*`.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -39,6 +40,12 @@ def shipped(model: str) -> dict[str, Path]:
             names = [n for n in ("dspark", "dflash", "mtp1") if (folder / n).is_dir()]
             return {n: folder / n for n in names}
     return {}
+
+
+def trained_acceptance(directory: Path) -> tuple[float, ...]:
+    """By position, how often its trainer saw held-out drafts accepted; empty if it did not say."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return tuple(config.get("training", {}).get("accept", ()))
 
 
 def build(
