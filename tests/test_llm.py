@@ -17,6 +17,7 @@ import pytest
 import dspark
 from dspark import LLM, Chunk, Output, SamplingParams
 from dspark.bench.prompts import BUILTIN, load_prompts
+from dspark.engine.profile import Costs
 from dspark.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +26,7 @@ from dspark.errors import (
     ResourceError,
 )
 from dspark.schedule.calibration import Calibration
+from dspark.schedule.cost import CostTable
 from dspark.types import Round
 
 CONTEXT = 768
@@ -280,12 +282,27 @@ def test_an_open_stream_keeps_its_chunks_to_itself(llm: LLM) -> None:
 
 def test_another_drafter_can_be_set_and_a_bad_one_changes_nothing(llm: LLM) -> None:
     """B47: what runs has a name and a reason."""
-    assert llm.drafter_name == "ngram" and "no weights" in llm.drafter_reason
+    assert llm.drafter_name == "dspark" and "trained for smollm2" in llm.drafter_reason
     llm.set_drafter("none")
     with pytest.raises(ConfigError):
         llm.set_drafter("nope")
     assert (llm.drafter_name, llm.drafter_reason) == ("none", "as asked")
     assert llm.chat(MESSAGES, SHORT).stats.drafted == 0
+
+
+@pytest.mark.parametrize(
+    ("row_ms", "name", "why"),
+    [(0.1, "dspark", "times plain expected here"), (9.0, "ngram", "dspark would reach 0.6")],
+)
+def test_auto_weighs_acceptance_against_costs(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, row_ms: float, name: str, why: str
+) -> None:
+    """A row that costs nearly a pass lets no drafter pay; prompt lookup then costs nothing."""
+    passes = [(rows, 64.0, 10 + row_ms * (rows - 1)) for rows in (1, 2, 4, 8) for _ in range(3)]
+    table = CostTable.fit({}, passes, [(1, 5, 1.0)] * 3, [(1, 0.5)] * 3)
+    monkeypatch.setattr(llm, "_measured", lambda key: Costs(table, "made up"))
+    llm.set_drafter("auto", verify="all")
+    assert llm.drafter_name == name and why in llm.drafter_reason
 
 
 def test_a_calibration_beside_the_weights_is_found(llm: LLM, tmp_path: Path) -> None:
