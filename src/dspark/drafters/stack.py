@@ -115,7 +115,6 @@ class KernelDraftStack:
         packed = [self._pack(cast(DraftLayer, layer)) for layer in layers]
         # A block begins inside the context and may end behind it.
         rows = target.max_context + config.num_slots
-        self._num_layers = config.num_layers
         self._stack = KernelStack(config, packed, target.num_slots, rows)
 
     def _pack(self, layer: DraftLayer) -> library.Layer:
@@ -166,5 +165,5 @@ class KernelDraftStack:
         x_ND = x_BKD.float().flatten(0, 1).clone()
         self._stack.begin(positions, torch.tensor(slots).repeat_interleave(K), first + K,
                           cos[:, 0], sin[:, 0], x_ND)  # fmt: skip
-        self._stack.run(range(self._num_layers))
+        self._stack.run()
         return x_ND.view_as(x_BKD)

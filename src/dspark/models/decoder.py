@@ -17,6 +17,7 @@ heads, G key/value heads, E head dimension, I inner size of the MLP, T positions
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,13 +54,11 @@ class Decoder(ABC):
         """One pass; see `target.Target.forward`."""
         x_ND = self.embed(batch.tokens)
         self.begin_pass(batch, x_ND)
+        # The int8 layers update x in place.
         kept = {-1: x_ND.float().clone()} if -1 in feature_layers else {}
-        first = 0
-        for last in sorted({*feature_layers, self.config.num_layers - 1} - {-1}):
-            x_ND = self.layers(range(first, last + 1), x_ND)
-            if last in feature_layers:
-                kept[last] = x_ND.float().clone()  # the int8 layers update x in place
-            first = last + 1
+        keep = sorted({*feature_layers} - {-1})
+        x_ND, found = self.layers(x_ND, keep)
+        kept |= zip(keep, found, strict=True)
         logits_MV = self.head(x_ND[batch.logit_rows])
         features = torch.cat([kept[i] for i in feature_layers], -1) if feature_layers else None
         return TargetOutput(logits_MV, features)
@@ -91,8 +90,9 @@ class Decoder(ABC):
         """Prepare what all layers of this pass share: rotations, masks, scratch."""
 
     @abstractmethod
-    def layers(self, which: range, x_ND: Tensor) -> Tensor:
-        """Some decoder layers: write the keys and values of the rows, return [N, D]."""
+    def layers(self, x_ND: Tensor, keep: Sequence[int]) -> tuple[Tensor, Sequence[Tensor]]:
+        """All decoder layers, which write the keys and values of the rows: what comes out [N, D],
+        and what comes out of each layer of `keep`, [N, D] fp32."""
 
     @abstractmethod
     def head(self, x_MD: Tensor) -> Tensor:
@@ -196,10 +196,13 @@ class TorchDecoder(Decoder):
                 masks[window] = mask if window is None else mask & (keys > rows - window)
             self._spans.append((lo, hi, int(batch.slots[lo]), end, masks))
 
-    def layers(self, which: range, x_ND: Tensor) -> Tensor:
-        for i in which:
+    def layers(self, x_ND: Tensor, keep: Sequence[int]) -> tuple[Tensor, Sequence[Tensor]]:
+        kept = []
+        for i in range(self.config.num_layers):
             x_ND = self._layer(i, x_ND)
-        return x_ND
+            if i in keep:
+                kept.append(x_ND.float())
+        return x_ND, kept
 
     def _layer(self, i: int, x_ND: Tensor) -> Tensor:
         c, w = self.config, self.weights[i]

@@ -14,6 +14,7 @@ Shape suffixes as in `decoder.py`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -222,9 +223,8 @@ class Int8Decoder(Decoder):
         at = batch.positions
         self._stack.begin(at, batch.slots, at + 1, self.cos_TR[at], self.sin_TR[at], x_ND)
 
-    def layers(self, which: range, x_ND: Tensor) -> Tensor:
-        self._stack.run(which)
-        return x_ND
+    def layers(self, x_ND: Tensor, keep: Sequence[int]) -> tuple[Tensor, Sequence[Tensor]]:
+        return x_ND, self._stack.run(keep).unbind()
 
     def copy_rows(self, source: int, slot: int, length: int) -> None:
         self._stack.copy(source, slot, length)

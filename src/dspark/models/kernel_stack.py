@@ -12,7 +12,6 @@ dimension, R = E / 2.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -90,13 +89,18 @@ class KernelStack:
             self._rows, threads, c.rms_norm_eps, c.head_dim**-0.5,
         )  # fmt: skip
 
-    def run(self, which: range) -> None:
-        """Some layers, in place on the rows that `begin` was given."""
-        keys, values = self.keys[which.start], self.values[which.start]
+    def run(self, keep: Sequence[int] = ()) -> Tensor:
+        """All layers, in place on the rows that `begin` was given. Returns what they were behind
+        each layer of `keep`, [len(keep), N, D]."""
+        kept = torch.empty((len(keep), self._pass.n, self._sizes.hidden_size))
+        places = np.full(len(self._layers), -1, np.int32)
+        places[list(keep)] = range(len(keep))
+        self._pass.keep, self._pass.kept = places.ctypes.data, kept.data_ptr()
         self._lib.dspark_layers(
-            self._dims, ctypes.byref(self._layers[which.start]), len(which),
-            keys.ctypes.data, values.ctypes.data, keys.size, self._pass,
+            self._dims, self._layers, len(self._layers),
+            self.keys.ctypes.data, self.values.ctypes.data, self.keys[0].size, self._pass,
         )  # fmt: skip
+        return kept
 
     def store(
         self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor

@@ -40,6 +40,8 @@ typedef struct {
     float *scores;          /* [threads, heads / kv_heads, max_context] */
     int8_t *q;              /* [n, max in] quantised activations */
     float *q_scale, *q_sum; /* [n, max in / 32] scale; scale * sum of the block's integers */
+    const int32_t *keep;    /* [layers of the call] where in `kept` to copy x behind a layer, or -1 */
+    float *kept;            /* [copies, n, hidden] */
 } Pass;
 
 /* ---- attention ------------------------------------------------------------------------------- */
@@ -247,8 +249,13 @@ void dspark_layers(const Dims *d, const Layer *layers, int32_t count, float *key
 #else
         const int tid = 0, threads = 1;
 #endif
-        for (int32_t i = 0; i < count; i++)
+        for (int32_t i = 0; i < count; i++) {
             layer(d, layers + i, keys + i * cache_stride, values + i * cache_stride, p, &barrier, tid, threads);
+            /* The rows are this thread's own until the next layer's first barrier. */
+            if (p->keep[i] >= 0)
+                FOR_MY_ROWS memcpy(p->kept + ((int64_t)p->keep[i] * p->n + r) * d->hidden, p->x + r * d->hidden,
+                                   d->hidden * sizeof(float));
+        }
     }
 }
 

@@ -66,7 +66,8 @@ class Pass(Structure):
     _fields_ = (("n", c_int32), ("stride", c_int32), ("position", c_void_p), ("slot", c_void_p),
                 ("end", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("x", c_void_p),
                 ("wide", c_void_p), ("attn", c_void_p), ("scores", c_void_p), ("q", c_void_p),
-                ("q_scale", c_void_p), ("q_sum", c_void_p))  # fmt: skip
+                ("q_scale", c_void_p), ("q_sum", c_void_p), ("keep", c_void_p),
+                ("kept", c_void_p))  # fmt: skip
 
 
 def cache_dir() -> Path:
