@@ -7,6 +7,7 @@ cache of whoever runs the tests, and make schedules depend on the machine.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -17,3 +18,9 @@ os.environ["DSPARK_NO_PROFILE"] = "1"
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_works() -> None:
+    """A shell starts background jobs deaf to it, test runs included."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

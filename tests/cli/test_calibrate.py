@@ -120,6 +120,6 @@ def test_help_and_defaults(capsys: Capture) -> None:
     command: Any = typer.main.get_command(app)
     options = {p.name: p.default for p in command.commands["calibrate"].params}
     config = CalibrateConfig()
-    assert options["tokens"] == config.max_tokens
+    assert options["max_tokens"] == config.max_tokens
     for name in ("temperature", "repeat", "held_out", "seed"):
         assert options[name] == getattr(config, name)
