@@ -55,12 +55,16 @@ def test_rows_of_a_slot_are_told_in_one_lump(heard: tuple[Failsafe, Listener]) -
 
 
 def test_enough_rows_are_told_unasked(heard: tuple[Failsafe, Listener]) -> None:
+    """Of one slot; the others go on waiting."""
     drafter, listener = heard
+    drafter.observe([Committed(1, 0, (9,), 0)], rows(0))
     for i in range(ENOUGH - 1):
         drafter.observe([Committed(3, i, (i,), 0)], rows(i))
     assert not listener.told
     drafter.observe([Committed(3, ENOUGH - 1, (0,), 0)], rows(1))
     assert [(t[0], t[1], len(t[2])) for t in listener.told] == [(3, 0, ENOUGH)]
+    drafter.propose([])
+    assert [t[0] for t in listener.told] == [3, 1]
 
 
 def test_a_slot_that_begins_anew(heard: tuple[Failsafe, Listener]) -> None:
@@ -87,4 +91,4 @@ def test_a_pass_is_not_kept_alive() -> None:
     backlog, features = Backlog(), torch.zeros(256, 8)
     backlog.add([Committed(0, 0, (1,), 0)], features)
     assert backlog._features[0][0].untyped_storage().nbytes() == 8 * 4
-    assert len(backlog) == 1 and backlog.slots == {0}
+    assert backlog.waiting == {0: 1} and not backlog.full

@@ -3,7 +3,8 @@
 A drafter turns the features of committed rows into context. One row alone costs it nearly what a
 dozen cost, and while the engine decodes plainly (drafting does not pay, `schedule.gate`) nobody
 reads that context. So rows wait here and are told in one lump when a draft is wanted, or when
-enough of them wait. Rounds that draft tell every row at once, as without a backlog.
+enough of one sequence wait; a text that ends before is never turned into context. Rounds that
+draft tell every row at once, as without a backlog.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from dspark.drafters.base import Committed
 
-ENOUGH = 64
-"""Rows that are told without being asked for: more would be no cheaper each, and take memory."""
+ENOUGH = 256
+"""Rows of a slot that are told without being asked for: a prompt chunk, a few megabytes."""
 
 
 class Backlog:
@@ -25,13 +26,13 @@ class Backlog:
     def __init__(self) -> None:
         self._rows: dict[int, list[Committed]] = {}
         self._features: dict[int, list[Tensor]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(c.tokens) for rows in self._rows.values() for c in rows)
+        self.waiting: dict[int, int] = {}
+        """Slot -> how many rows of it wait."""
 
     @property
-    def slots(self) -> set[int]:
-        return set(self._rows)
+    def full(self) -> list[int]:
+        """Slots of which enough waits."""
+        return [slot for slot, rows in self.waiting.items() if rows >= ENOUGH]
 
     def continues(self, c: Committed) -> bool:
         """Whether these rows follow what waits in their slot."""
@@ -44,25 +45,29 @@ class Backlog:
         """Keep rows of a pass, features [N, F * D] being those of all its rows."""
         for c in committed:
             self._rows.setdefault(c.slot, []).append(c)
+            self.waiting[c.slot] = self.waiting.get(c.slot, 0) + len(c.tokens)
             rows = features[c.first_row : c.first_row + len(c.tokens)]
             # A copy: a view would hold the whole pass, prompt chunks of others included.
             self._features.setdefault(c.slot, []).append(rows.clone())
 
     def drop(self, slot: int) -> None:
         """What waits in this slot is of no use any more."""
-        self._rows.pop(slot, None)
-        self._features.pop(slot, None)
+        for kept in (self._rows, self._features, self.waiting):
+            kept.pop(slot, None)
 
-    def take(self) -> tuple[list[Committed], Tensor]:
-        """All of it, one entry a slot with its features [N, F * D], and nothing waits any more.
+    def take(self, slots: Sequence[int]) -> tuple[list[Committed], Tensor]:
+        """What waits in these slots, one entry each with features [N, F * D]; it waits no more.
 
         What a verification accepted of whom is not kept; it is no matter of context.
         """
-        entries, first = [], 0
-        for slot, rows in self._rows.items():
+        entries: list[Committed] = []
+        features: list[Tensor] = []
+        first = 0
+        for slot in slots:
+            rows = self._rows[slot]
             tokens = tuple(t for c in rows for t in c.tokens)
             entries.append(Committed(slot, rows[0].start, tokens, first))
+            features += self._features[slot]
             first += len(tokens)
-        features = torch.cat([f for part in self._features.values() for f in part])
-        self._rows, self._features = {}, {}
-        return entries, features
+            self.drop(slot)
+        return entries, torch.cat(features)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dspark.drafters.base import Committed, DraftContext, Drafter
-from dspark.engine.backlog import ENOUGH, Backlog
+from dspark.engine.backlog import Backlog
 from dspark.types import Draft
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Failsafe(Drafter):
         self._backlog = Backlog()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self._tell()
+        self._tell(list(self._backlog.waiting))
         known = [c for c in contexts if c.slot not in self._lost]
         try:
             found = self.inner.propose(known) if known else []
@@ -56,16 +56,14 @@ class Failsafe(Drafter):
         if features is None or not self.inner.patient:
             self._observe(told, features)
             return
-        if not all(self._backlog.continues(c) for c in told):
-            self._tell()
+        self._tell([c.slot for c in told if not self._backlog.continues(c)])
         self._backlog.add(told, features)
-        if len(self._backlog) >= ENOUGH:
-            self._tell()
+        self._tell(self._backlog.full)
 
-    def _tell(self) -> None:
-        """Nothing waits any more."""
-        if self._backlog.slots:
-            self._observe(*self._backlog.take())
+    def _tell(self, slots: Sequence[int]) -> None:
+        """Nothing waits in these slots any more."""
+        if slots:
+            self._observe(*self._backlog.take(slots))
 
     def _observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
         try:
@@ -78,7 +76,7 @@ class Failsafe(Drafter):
             self._lost |= {c.slot for c in committed}
 
     def reuse(self, source: int, slot: int, length: int) -> int:
-        self._tell()
+        self._tell(list(self._backlog.waiting))
         if source in self._lost:
             return 0
         try:
