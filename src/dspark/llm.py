@@ -163,8 +163,8 @@ class LLM:
     def _measured(self, key: Key) -> profile.Costs:
         """What rounds of this drafter cost."""
         if key not in self._costs:
-            drafter = self._drafter(key)
-            self._costs[key] = profile.obtain(self.target, drafter, self._fingerprint(*key))
+            name = self._fingerprint(*key)
+            self._costs[key] = profile.obtain(self.target, lambda: self._drafter(key), name)
         return self._costs[key]
 
     def _calibration(self, drafter: str) -> Calibration | None:
@@ -241,7 +241,7 @@ class LLM:
             table, acceptance = self._measured((best, None)).table, trained_acceptance(folder)
             if table is None or not acceptance:
                 return best, f"trained for {self.model_name}, ships with dspark"
-            gain = expected_gain(table, acceptance, self._drafter((best, None)).cap)
+            gain = expected_gain(table, acceptance, len(acceptance))
             if gain >= 1:
                 return best, f"trained for {self.model_name}: {gain:.2f} times plain expected here"
             why = f"prompt lookup; {best} would reach {gain:.2f} times plain speed on this machine"

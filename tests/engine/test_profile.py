@@ -117,8 +117,8 @@ def test_it_is_announced_before_it_begins(
 
     monkeypatch.setattr(profile, "measure", measure)
     with caplog.at_level(logging.INFO, logger=profile.__name__):
-        profile.obtain(machine, Timed(machine), NAME)
-        profile.obtain(machine, Timed(machine), NAME)
+        profile.obtain(machine, lambda: Timed(machine), NAME)
+        profile.obtain(machine, lambda: Timed(machine), NAME)
     assert heard == ["measuring what a round costs (about 3 s, once)"]
     assert len(caplog.records) == 1  # a table that is found needs no time
 
@@ -134,13 +134,13 @@ def test_kept_found_again_and_measured_anew_when_damaged(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(profile, "SECONDS", 0.2)
     drafter = NgramDrafter(model)
-    asked = profile.obtain(model, drafter, NAME)
+    asked = profile.obtain(model, lambda: drafter, NAME)
     assert asked.table is None and profile.OFF in asked.reason  # as all tests run
     monkeypatch.delenv(profile.OFF)
-    first = profile.obtain(model, drafter, NAME)
+    first = profile.obtain(model, lambda: drafter, NAME)
     assert first.table is not None and "measured in" in first.reason
-    again = profile.obtain(model, drafter, NAME)
+    again = profile.obtain(model, lambda: pytest.fail("loaded for nothing"), NAME)
     assert again.table == first.table and "earlier" in again.reason
     table_path(NAME).write_text("{")
-    assert "not usable" in profile.obtain(model, drafter, NAME).reason
+    assert "not usable" in profile.obtain(model, lambda: drafter, NAME).reason
     assert CostTable.load(table_path(NAME), NAME).max_tokens == first.table.max_tokens

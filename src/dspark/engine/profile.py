@@ -73,8 +73,9 @@ class Costs:
     reason: str
 
 
-def obtain(target: Target, drafter: Drafter, fingerprint: Fingerprint) -> Costs:
-    """The table of an earlier run, or a new one that is kept for later runs."""
+def obtain(target: Target, drafter: Callable[[], Drafter], fingerprint: Fingerprint) -> Costs:
+    """The table of an earlier run, or a new one that is kept for later runs; only that one needs
+    the drafter, which may take seconds to load."""
     if os.environ.get(OFF, "0") not in ("", "0"):
         return Costs(None, f"no cost table, {OFF} is set: a fixed guess instead")
     path = table_path(fingerprint)
@@ -83,10 +84,11 @@ def obtain(target: Target, drafter: Drafter, fingerprint: Fingerprint) -> Costs:
         return Costs(CostTable.load(path, fingerprint), "by the costs measured earlier")
     except (CheckpointError, ConfigError):
         again = " again, the table was not usable" if path.exists() else ""
+    made = drafter()
     log.info("measuring what a round costs (about %g s, once)", SECONDS)
     start = time.perf_counter()
     try:
-        table = measure(target, drafter, fingerprint, SECONDS)
+        table = measure(target, made, fingerprint, SECONDS)
     except ConfigError as e:
         return Costs(None, f"{e}: a fixed guess instead")
     reason = f"costs measured{again} in {time.perf_counter() - start:.1f} s"
