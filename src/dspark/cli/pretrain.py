@@ -48,18 +48,27 @@ def pretrain(
     import torch
 
     from dspark.train import config as configs
+    from dspark.train.distributed import Group
     from dspark.train.v4.pretrain import PretrainConfig, make_loop, model_directory
 
     settings = configs.build(PretrainConfig, configs.read(config, overrides or ()))
     if settings.train.threads:
         torch.set_num_threads(settings.train.threads)
-    follow(make_loop(settings), plan, color, model_directory(settings))
+    group = Group.join(torch.device("cpu"))
+    try:
+        follow(make_loop(settings, group), plan, color, model_directory(settings))
+    finally:
+        group.leave()
 
 
 def follow(loop: Loop, plan: bool, color: ui.Color, result: Path) -> None:
     """Say what a loop will do, do it if more is wanted than the plan, and show how it goes."""
     from dspark.train.trainer import Outcome, interrupts
 
+    if not loop.group.first:
+        if not plan:
+            _silently(loop)
+        return
     for line in loop.job.plan():
         print(line) if plan else ui.note(line)
     if plan:
@@ -85,6 +94,15 @@ def follow(loop: Loop, plan: bool, color: ui.Color, result: Path) -> None:
     ui.note(f"{outcome.value} at step {loop.counters.step} of {loop.job.total}: {result}")
     if outcome is Outcome.interrupted:
         raise typer.Exit(130)
+
+
+def _silently(loop: Loop) -> None:
+    """What every process but the first does."""
+    from dspark.train.trainer import interrupts
+
+    loop.job.begin(lambda done, total: None)
+    with interrupts() as interrupted:
+        loop.run(interrupted=interrupted)
 
 
 def _numbers(values: dict[str, Any]) -> str:

@@ -115,12 +115,17 @@ def _train_v4(raw: dict[str, dict[str, Any]], plan: bool, color: ui.Color) -> No
     import torch
 
     from dspark.train import config as configs
+    from dspark.train.distributed import Group
     from dspark.train.v4.drafter import V4TrainConfig, make_loop
 
     settings = configs.build(V4TrainConfig, raw)
     if settings.train.threads:
         torch.set_num_threads(settings.train.threads)
-    follow(make_loop(settings), plan, color, Path(settings.train.out) / "drafter")
+    group = Group.join(torch.device("cpu"))
+    try:
+        follow(make_loop(settings, group), plan, color, Path(settings.train.out) / "drafter")
+    finally:
+        group.leave()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dspark.models.deepseek_v4.config import V4Config
 from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.deepseek_v4_names import tower_shapes
 from dspark.models.target import Segment, pack
+from dspark.train.distributed import Group
 from dspark.train.v4 import checkpoint
 from dspark.train.v4.tower import Tower, initialise
 from tests.drafters.tiny_v4 import config, tensors
@@ -139,6 +140,6 @@ def test_experts_of_a_token_differ_and_a_busy_one_loses_bias() -> None:
     made.loss(made.documents(documents(c, 90)))
     assert moe.load_X is not None and int(moe.load_X.sum()) == 90 * c.experts_per_token
     before, load = moe.gate.bias.clone(), moe.load_X.float()
-    moe.balance(0.01)
+    moe.balance(0.01, Group())
     moved = moe.gate.bias - before
     assert torch.equal(moved.sign(), (load.mean() - load).sign()) and moe.load_X is None

@@ -21,64 +21,87 @@ typedef struct {
     const float *entry_turns;                      /* [closing, pairs] */
 } Rows;
 
-/* Window, closed (and chosen) entries and the sink, then the rotation back. q is scaled already. */
+/* Window, closed (and chosen) entries and the sink, then the rotation back. q is scaled already. Four
+ * heads at a time read the keys of a row, which are listed once for them. */
 static void attend(const Attention *a, const Rows *p, const float *q, const uint8_t *chosen, float *out,
                    int32_t threads) {
-    const int64_t dim = a->dim;
+    const int64_t dim = a->dim, quads = (a->heads + 3) / 4;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         int64_t room = 0;
-        float *score = NULL;
+        float *score = NULL, side[8 * dim], *sums = side + 4 * dim;
         const float **key = NULL;
 #pragma omp for collapse(2)
         for (int64_t r = 0; r < p->n; r++)
-            for (int64_t h = 0; h < a->heads; h++) {
+            for (int64_t f = 0; f < quads; f++) {
                 const int64_t closed = a->ratio ? (p->position[r] + 1) / a->ratio : 0;
-                const int64_t first = p->first[r], last = p->last[r];
+                const int64_t first = p->first[r], last = p->last[r], head = 4 * f;
+                const int64_t heads = a->heads - head < 4 ? a->heads - head : 4;
                 const float *slot = a->keys + p->slot[r] * a->stride * dim;
-                const float *qh = q + (r * a->heads + h) * dim;
                 if (last + 1 - first + closed > room) {
                     room = last + 65 - first + closed;
-                    score = realloc(score, room * sizeof *score);
+                    score = realloc(score, 4 * (room + 1) * sizeof *score);
                     key = realloc(key, room * sizeof *key);
                 }
                 int64_t count = 0;
-                for (int64_t i = first; i <= last; i++) key[count++] = slot + i % a->ring * dim;
+                for (int64_t i = first, at = first % a->ring; i <= last; i++) {
+                    key[count++] = slot + at * dim;
+                    if (++at == a->ring) at = 0;
+                }
                 for (int64_t j = 0; j < closed; j++)
                     if (!chosen || chosen[r * p->entries + j])
                         key[count++] = slot + (a->ring + j) * dim;
-                float top = a->sink[h], *o = out + (r * a->heads + h) * dim;
-                for (int64_t i = 0; i < count; i++) top = fmaxf(top, score[i] = dot(qh, key[i], dim));
-                float sum = expf(a->sink[h] - top);
-                for (int64_t i = 0; i < count; i++) sum += score[i] = expf(score[i] - top);
-                memset(o, 0, dim * sizeof *o);
-                for (int64_t i = 0; i < count; i++)
-                    for (int64_t e = 0; e < dim; e++) o[e] += score[i] * key[i][e];
-                for (int64_t e = 0; e < dim; e++) o[e] /= sum;
-                rotate(o + dim - 2 * a->pairs, p->turns + r * 2 * a->pairs, a->pairs, -1);
+                quad(q + (r * a->heads + head) * dim, heads, dim, side);
+                quad_scores(side, key, count, dim, score);
+                v4 sink = {0}, sum = {0};
+                for (int64_t h = 0; h < heads; h++) sink[h] = a->sink[head + h];
+                v4 top = sink;
+                for (int64_t i = 0; i < count; i++) top = max4(load4(score + 4 * i), top);
+                store4(score + 4 * count, sink);
+                for (int64_t i = 0; i <= count; i++) store4(score + 4 * i, load4(score + 4 * i) - top);
+                MAP8(score, 4 * (count + 1), exp8(it));
+                for (int64_t i = 0; i <= count; i++) sum += load4(score + 4 * i);
+                quad_values(score, key, count, dim, sums);
+                for (int64_t h = 0; h < heads; h++) {
+                    float *o = out + (r * a->heads + head + h) * dim;
+                    for (int64_t e = 0; e < dim; e++) o[e] = sums[h * dim + e] / sum[h];
+                    rotate(o + dim - 2 * a->pairs, p->turns + r * 2 * a->pairs, a->pairs, -1);
+                }
             }
         free(score);
         free(key);
     }
 }
 
-/* Scores of the indexer [n, entries]: sum over heads of w * relu(q . k); minus infinity where the
- * entry is not closed for the row. keys: [slots, entries of a slot, dim]. */
+/* Scores of the indexer [n, entries]: sum over heads of w * relu(q . k), of the closed entries. keys:
+ * [slots, entries of a slot, dim]. */
 static void index_scores(const Attention *a, const Rows *p, const float *q, const float *w, int64_t w_stride,
                          float *out, int32_t threads) {
     const int64_t heads = a->index_heads, dim = a->index_dim;
     const float scale = 1.0f / sqrtf((float)(heads * dim));
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t r = 0; r < p->n; r++)
-        for (int64_t t = 0; t < (p->position[r] + 1) / a->ratio; t++) {
-            const float *key = a->index_keys + (p->slot[r] * a->slot_entries + t) * dim;
-            float sum = 0;
-            for (int64_t h = 0; h < heads; h++) {
-                const float s = dot(q + (r * heads + h) * dim, key, dim);
-                if (s > 0) sum += w[r * w_stride + h] * scale * s;
+    for (int64_t r = 0; r < p->n; r++) {
+        const int64_t closed = (p->position[r] + 1) / a->ratio;
+        const float *slot = a->index_keys + p->slot[r] * a->slot_entries * dim;
+        float side[4 * dim], score[4 * 8], *to = out + r * p->entries;
+        memset(to, 0, closed * sizeof *to);
+        for (int64_t head = 0; head < heads; head += 4) {
+            const int64_t count = heads - head < 4 ? heads - head : 4;
+            quad(q + (r * heads + head) * dim, count, dim, side);
+            v4 weight = {0};
+            for (int64_t h = 0; h < count; h++) weight[h] = w[r * w_stride + head + h] * scale;
+            for (int64_t t = 0; t < closed; t += 8) {
+                const int64_t some = closed - t < 8 ? closed - t : 8;
+                const float *key[8];
+                for (int64_t i = 0; i < some; i++) key[i] = slot + (t + i) * dim;
+                quad_scores(side, key, some, dim, score);
+                for (int64_t i = 0; i < some; i++) {
+                    const v4 s = load4(score + 4 * i), each = max4(s, all4(0)) * weight;
+                    to[t + i] += (each[0] + each[1]) + (each[2] + each[3]);
+                }
             }
-            out[r * p->entries + t] = sum;
         }
+    }
 }
 
 /* The k-th largest of n > k numbers, whose order is lost. */

@@ -16,31 +16,7 @@
 #include <string.h>
 
 #define STREAMS_MAX 8
-typedef float v8 __attribute__((vector_size(32)));
-
-static inline v8 load8(const float *p) {
-    v8 v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-static float dot(const float *a, const float *b, int64_t n) {
-    v8 s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32) {
-        s0 += load8(a + i) * load8(b + i);
-        s1 += load8(a + i + 8) * load8(b + i + 8);
-        s2 += load8(a + i + 16) * load8(b + i + 16);
-        s3 += load8(a + i + 24) * load8(b + i + 24);
-    }
-    for (; i + 8 <= n; i += 8) s0 += load8(a + i) * load8(b + i);
-    const v8 s = (s0 + s1) + (s2 + s3);
-    float total = ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]));
-    for (; i < n; i++) total += a[i] * b[i];
-    return total;
-}
-
-static inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+#include "vectors.h"
 
 static inline float inverse_rms(const float *x, int64_t n, float eps) {
     return 1.0f / sqrtf(dot(x, x, n) / (float)n + eps);
@@ -55,71 +31,89 @@ typedef struct {
     float eps, norm_eps;
 } Hyper;
 
-static void sinkhorn(float *c, int32_t s, int32_t rounds, float eps) {
+/* Mixings of up to eight rows side by side, [s, s, 8]: every lane is a row of its own. */
+static void sinkhorn(v8 *c, int32_t s, int32_t rounds, float eps) {
     for (int32_t j = 0; j < s; j++) {
-        float top = c[j * s], sum = 0;
-        for (int32_t k = 1; k < s; k++) top = fmaxf(top, c[j * s + k]);
-        for (int32_t k = 0; k < s; k++) sum += c[j * s + k] = expf(c[j * s + k] - top);
+        v8 top = c[j * s], sum = {0};
+        for (int32_t k = 1; k < s; k++) top = max8(c[j * s + k], top);
+        for (int32_t k = 0; k < s; k++) sum += c[j * s + k] = exp8(c[j * s + k] - top);
         for (int32_t k = 0; k < s; k++) c[j * s + k] = c[j * s + k] / sum + eps;
     }
     for (int32_t r = 0; r < rounds; r++) {
         for (int32_t j = 0; r && j < s; j++) {
-            float sum = 0;
-            for (int32_t k = 0; k < s; k++) sum += c[j * s + k];
-            const float inverse = 1.0f / (sum + eps);
+            v8 sum = c[j * s];
+            for (int32_t k = 1; k < s; k++) sum += c[j * s + k];
+            const v8 inverse = 1.0f / (sum + eps);
             for (int32_t k = 0; k < s; k++) c[j * s + k] *= inverse;
         }
-        float sum[STREAMS_MAX] = {0};
-        for (int32_t j = 0; j < s; j++)
-            for (int32_t k = 0; k < s; k++) sum[k] += c[j * s + k];
-        for (int32_t k = 0; k < s; k++) sum[k] = 1.0f / (sum[k] + eps);
-        for (int32_t j = 0; j < s; j++)
-            for (int32_t k = 0; k < s; k++) c[j * s + k] *= sum[k];
+        for (int32_t k = 0; k < s; k++) {
+            v8 sum = c[k];
+            for (int32_t j = 1; j < s; j++) sum += c[j * s + k];
+            const v8 inverse = 1.0f / (sum + eps);
+            for (int32_t j = 0; j < s; j++) c[j * s + k] *= inverse;
+        }
     }
 }
 
-static float mix(const Hyper *h, const float *x, int64_t j, float inverse) {
-    const int64_t n = (int64_t)h->streams * h->hidden;
-    return dot(h->fn + j * n, x, n) * inverse * h->scale[j] + h->base[j];
+/* One row: its input of the sublayer, its gates behind it, and what its mixing begins with. */
+static void enter_row(const Hyper *h, const float *x, float *y, float *post, float *comb, int32_t raw) {
+    const int64_t s = h->streams, d = h->hidden, mixes = h->rounds ? (s + 2) * s : s;
+    float mix[(STREAMS_MAX + 2) * STREAMS_MAX];
+    const float inverse = inverse_rms(x, s * d, h->norm_eps);
+    dots(h->fn, mixes, x, s * d, mix);
+    for (int64_t j = 0; j < mixes; j++) mix[j] = mix[j] * inverse * h->scale[j] + h->base[j];
+    if (h->rounds) memcpy(comb, mix + 2 * s, s * s * sizeof *comb);
+    MAP8(mix, h->rounds ? 2 * s : s, sigmoid8(it));
+    for (int64_t j = 0; h->rounds && j < s; j++) post[j] = 2 * mix[s + j];
+    for (int64_t j = 0; j < s; j++) mix[j] += h->eps;
+    for (int64_t i = 0; i < d; i++) y[i] = mix[0] * x[i];
+    for (int64_t j = 1; j < s; j++)
+        for (int64_t i = 0; i < d; i++) y[i] += mix[j] * x[j * d + i];
+    if (raw) return;
+    const float scale = inverse_rms(y, d, h->norm_eps);
+    for (int64_t i = 0; i < d; i++) y[i] = y[i] * scale * h->norm[i];
 }
 
 /* The sublayer's input `y` [n, hidden] (normed unless `raw`), and post [n, streams], comb [n, s, s]. */
 void v4_enter(const Hyper *h, const float *x, int64_t n, float *y, float *post, float *comb,
               int32_t raw, int32_t threads) {
-    const int64_t s = h->streams, d = h->hidden;
-#pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
-    for (int64_t r = 0; r < n; r++) {
-        const float *xr = x + r * s * d;
-        float *yr = y + r * d, gate[STREAMS_MAX];
-        const float inverse = inverse_rms(xr, s * d, h->norm_eps);
-        for (int64_t j = 0; j < s; j++)
-            gate[j] = sigmoid(mix(h, xr, j, inverse)) + h->eps;
-        if (h->rounds) {
-            for (int64_t j = 0; j < s; j++) post[r * s + j] = 2 * sigmoid(mix(h, xr, s + j, inverse));
-            for (int64_t j = 0; j < s * s; j++) comb[r * s * s + j] = mix(h, xr, 2 * s + j, inverse);
-            sinkhorn(comb + r * s * s, h->streams, h->rounds, h->eps);
+    const int64_t s = h->streams, d = h->hidden, ss = s * s;
+#pragma omp parallel for num_threads(threads) if (n > 8 && threads > 1)
+    for (int64_t first = 0; first < n; first += 8) {
+        const int64_t rows = n - first < 8 ? n - first : 8;
+        for (int64_t r = first; r < first + rows; r++)
+            enter_row(h, x + r * s * d, y + r * d, post + r * s, comb + r * ss, raw);
+        if (!h->rounds) continue;
+        v8 c[STREAMS_MAX * STREAMS_MAX];
+        for (int64_t j = 0; j < ss; j++) {
+            c[j] = all8(0);
+            for (int64_t r = 0; r < rows; r++) c[j][r] = comb[(first + r) * ss + j];
         }
-        for (int64_t i = 0; i < d; i++) yr[i] = gate[0] * xr[i];
-        for (int64_t j = 1; j < s; j++)
-            for (int64_t i = 0; i < d; i++) yr[i] += gate[j] * xr[j * d + i];
-        if (raw) continue;
-        const float scale = inverse_rms(yr, d, h->norm_eps);
-        for (int64_t i = 0; i < d; i++) yr[i] = yr[i] * scale * h->norm[i];
+        sinkhorn(c, h->streams, h->rounds, h->eps);
+        for (int64_t j = 0; j < ss; j++)
+            for (int64_t r = 0; r < rows; r++) comb[(first + r) * ss + j] = c[j][r];
     }
 }
 
+/* out_k = post_k y + sum over j of comb_jk x_j */
 void v4_leave(const float *x, const float *y, const float *post, const float *comb, int64_t n, int64_t s,
               int64_t d, float *out, int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (n > 1 && threads > 1)
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t k = 0; k < s; k++) {
-            float *o = out + (r * s + k) * d;
-            for (int64_t i = 0; i < d; i++) o[i] = post[r * s + k] * y[r * d + i];
-            for (int64_t j = 0; j < s; j++) {
-                const float c = comb[(r * s + j) * s + k], *xj = x + (r * s + j) * d;
-                for (int64_t i = 0; i < d; i++) o[i] += c * xj[i];
+    for (int64_t r = 0; r < n; r++) {
+        const float *xr = x + r * s * d, *yr = y + r * d, *p = post + r * s, *c = comb + r * s * s;
+        float *o = out + r * s * d;
+        for (int64_t i = 0; i + 8 <= d; i += 8)
+            for (int64_t k = 0; k < s; k++) {
+                v8 t = p[k] * load8(yr + i);
+                for (int64_t j = 0; j < s; j++) t = fma8(all8(c[j * s + k]), load8(xr + j * d + i), t);
+                store8(o + k * d + i, t);
             }
-        }
+        for (int64_t i = d / 8 * 8; i < d; i++)
+            for (int64_t k = 0; k < s; k++) {
+                o[k * d + i] = p[k] * yr[i];
+                for (int64_t j = 0; j < s; j++) o[k * d + i] += c[j * s + k] * xr[j * d + i];
+            }
+    }
 }
 
 /* ---- norms and rotations ---------------------------------------------------------------------- */
@@ -166,9 +160,11 @@ void v4_linear(const Linear *w, const float *x, int32_t n, float *y, int8_t *q, 
                float *q_sum, int32_t threads) {
     (void)q, (void)q_scale, (void)q_sum;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t o = 0; o < w->out; o++)
+    for (int64_t o = 0; o < w->out; o += 4) {
+        const int64_t rows = w->out - o < 4 ? w->out - o : 4;
         for (int64_t r = 0; r < n; r++)
-            y[r * w->out + o] = dot((const float *)w->data + o * w->in, x + r * w->in, w->in);
+            dots((const float *)w->data + o * w->in, rows, x + r * w->in, w->in, y + r * w->out + o);
+    }
 }
 
 #include "attention.h"
@@ -181,9 +177,10 @@ void v4_route(const float *x, int64_t n, int64_t d, const float *gate, int64_t e
               const int64_t *chosen, int64_t k, float scale, int64_t *ids, float *weights) {
     float score[experts], rank[experts];
     for (int64_t r = 0; r < n; r++) {
+        dots(gate, experts, x + r * d, d, score);
+        MAP8(score, experts, pick8(it > 20, it, log1p8(exp8(it))));
         for (int64_t e = 0; e < experts; e++) {
-            const float z = dot(gate + e * d, x + r * d, d);
-            score[e] = sqrtf(z > 20 ? z : log1pf(expf(z)));
+            score[e] = sqrtf(score[e]);
             rank[e] = bias ? score[e] + bias[e] : 0;
         }
         float sum = 0;
@@ -206,10 +203,10 @@ void v4_route(const float *x, int64_t n, int64_t d, const float *gate, int64_t e
 void v4_swiglu(const float *x, int64_t n, int64_t size, float limit, const float *weight, float *y) {
     for (int64_t r = 0; r < n; r++) {
         const float *g = x + r * 2 * size, *u = g + size, w = weight ? weight[r] : 1.0f;
-        for (int64_t i = 0; i < size; i++) {
-            const float a = fminf(g[i], limit), b = fmaxf(fminf(u[i], limit), -limit);
-            y[r * size + i] = a * sigmoid(a) * b * w;
-        }
+        float *to = y + r * size;
+        for (int64_t i = 0; i < size; i++) to[i] = fminf(g[i], limit);
+        MAP8(to, size, it * sigmoid8(it));
+        for (int64_t i = 0; i < size; i++) to[i] *= fmaxf(fminf(u[i], limit), -limit) * w;
     }
 }
 

@@ -31,6 +31,7 @@ from dspark.models.loading import Checkpoint, load_checkpoint
 from dspark.train.anchors import choose, pack_blocks
 from dspark.train.batches import Item, Order, Place, anchor_rng
 from dspark.train.config import TextSection, TrainSection, check_ranges, flat, loss_ranges
+from dspark.train.distributed import Group
 from dspark.train.features import Features, hash_of
 from dspark.train.losses import TERMS, Blocks, LossWeights, Terms, block_losses
 from dspark.train.samples import Sample, load_samples
@@ -221,10 +222,10 @@ class DrafterJob(Job):
         tokens = sum(len(self.samples[i.sequence].tokens) for i in items)
         return self._order.anchors_of(items), tokens
 
-    def loss(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+    def loss(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor]:
         return self._losses(items, self.config.train.anchors_per_sequence or None)
 
-    def _losses(self, items: Sequence[Item], limit: int | None) -> tuple[Tensor, Tensor]:
+    def _losses(self, items: Sequence[Item], limit: int | None) -> tuple[Tensor, Tensor, Tensor]:
         c, d = self.config, self.sizes.hidden_size
         found = [self.features[i.sequence] for i in items]
         anchors = [
@@ -244,7 +245,9 @@ class DrafterJob(Job):
             return (pack.final[rows] @ self._head.T).softmax(-1), index
 
         blocks = Blocks(self._head, teach, pack.labels, pack.valid, slots_K, factors, c.train.chunk)
-        return block_losses(blocks, self.module.exit.norm(x_BKD), e_BKr, w2_Vr, confidence_BK)
+        final = self.module.exit.norm(x_BKD)
+        loss, sums = block_losses(blocks, final, e_BKr, w2_Vr, confidence_BK)
+        return loss, weight, sums
 
     def means(self, sums: Tensor) -> dict[str, Any]:
         terms = Terms.unflat(sums, self.slots)
@@ -259,14 +262,14 @@ class DrafterJob(Job):
         with torch.no_grad():
             for first in range(0, len(self.validation), size):
                 items = [Item(i, -1) for i in self.validation[first : first + size]]
-                _, flat_ = self._losses(items, limit)
+                flat_ = self._losses(items, limit)[2]
                 total = flat_ if total is None else total + flat_
         assert total is not None
         return self.means(total)
 
     def stepped(self) -> None:
         for stage in self.module.stages:
-            stage.ffn.balance(BALANCE_SPEED)
+            stage.ffn.balance(BALANCE_SPEED, self.group)
 
     def export(self, training: Mapping[str, Any]) -> None:
         directory = Path(self.config.train.out) / "drafter"
@@ -283,7 +286,8 @@ class DrafterJob(Job):
         checkpoint.write_json(directory / "training.json", training)
 
 
-def make_loop(config: V4TrainConfig) -> Loop:
-    """A run, from its last state if there is one; `job.begin` computes its features."""
+def make_loop(config: V4TrainConfig, group: Group | None = None) -> Loop:
+    """A run, from its last state if there is one; `job.begin` computes its features, every process
+    all of them."""
     job = DrafterJob(config, load_checkpoint(config.target.model))
-    return Loop(job, config.train, depends_on(flat(config), text=hash_of(job.samples)))
+    return Loop(job, config.train, depends_on(flat(config), text=hash_of(job.samples)), group)

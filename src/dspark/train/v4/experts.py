@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.models.deepseek_v4.config import V4Config
+from dspark.train.distributed import Group
 from dspark.train.v4.operations import grouped_linear
 
 
@@ -104,9 +105,9 @@ class MoE(nn.Module):
         return F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
     @torch.no_grad()
-    def balance(self, speed: float) -> None:
+    def balance(self, speed: float, group: Group) -> None:
         """Move the bias of every scored expert by `speed` against its load, and begin anew."""
         if self.load_X is not None:
-            load = self.load_X.float()
+            load = group.sum(self.load_X).float()
             self.gate.bias.add_((load.mean() - load).sign(), alpha=speed)
             self.load_X = None

@@ -6,6 +6,10 @@ stopped goes on to the bit; what is not finite stops it before any weight is tou
 
 Matrices between hidden states are Muon's, everything else AdamW's (`muon.py`), at one learning
 rate.
+
+Started by torchrun, each process takes its share of every batch, and gradients are averaged by the
+weight of the shares (`distributed.py`). Two processes of one thread use two cores far better than
+one of two threads: most operations of a small model are too short to be divided.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from dspark.errors import DSparkError
 from dspark.train import state
 from dspark.train.batches import Item, Place
 from dspark.train.config import Steps
+from dspark.train.distributed import Group
 from dspark.train.metrics import Metrics
 from dspark.train.state import Counters, State
 from dspark.train.trainer import Outcome, Report, decays, learning_rate
@@ -37,6 +42,8 @@ class Job(ABC):
     module: nn.Module
     total: int
     """Steps."""
+    group: Group = Group()
+    """The processes that share a batch."""
 
     @abstractmethod
     def plan(self) -> list[str]:
@@ -47,8 +54,9 @@ class Job(ABC):
         """The batch at a place, and where the next one is."""
 
     @abstractmethod
-    def loss(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and a vector of sums that may be added over batches."""
+    def loss(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean loss of a batch, the weight of that mean beside other batches', and a vector of
+        sums that may be added over batches."""
 
     @abstractmethod
     def means(self, sums: Tensor) -> dict[str, Any]:
@@ -60,7 +68,7 @@ class Job(ABC):
 
     @abstractmethod
     def held_out(self) -> dict[str, Any]:
-        """Numbers on text that is not trained on."""
+        """Numbers on text that is not trained on; every process has to ask."""
 
     @abstractmethod
     def export(self, training: Mapping[str, Any]) -> None:
@@ -76,10 +84,13 @@ class Job(ABC):
 class Loop:
     """One run, from its last state if there is one."""
 
-    def __init__(self, job: Job, steps: Steps, depends: Mapping[str, Any]) -> None:
-        """`depends`: what must not change when the run goes on. Raises ConfigError if OUT holds
-        another run."""
+    def __init__(
+        self, job: Job, steps: Steps, depends: Mapping[str, Any], group: Group | None = None
+    ) -> None:
+        """`depends`: what must not change when the run goes on; `group`: None: this process alone.
+        Raises ConfigError if OUT holds another run."""
         self.job, self.steps, self.out = job, steps, Path(steps.out)
+        self.group = job.group = group or Group()
         self.depends = {**depends, "total_steps": job.total}
         self.names = {p: n for n, p in job.module.named_parameters()}
         self.optimizers = self._optimizers()
@@ -112,11 +123,13 @@ class Loop:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad(set_to_none=True)
-        loss, sums = self.job.loss(items)
+        loss, sums = self._shared_loss(items)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.group.mean_gradients(list(self.names))
         norm = float(nn.utils.clip_grad_norm_(list(self.names), self.steps.clip, foreach=True))
-        if not (math.isfinite(float(loss.detach())) and math.isfinite(norm)):
-            what = "gradient" if math.isfinite(float(loss.detach())) else "loss"
+        total = float(self.group.sum(loss.detach().clone()))
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            what = "gradient" if math.isfinite(total) else "loss"
             raise DSparkError(
                 f"the {what} is not finite at step {self.counters.step + 1}, batch of sequences"
                 f" {', '.join(str(i.sequence) for i in items)}: the last state in"
@@ -126,13 +139,22 @@ class Loop:
             optimizer.step()
         self.job.stepped()
         anchors, tokens = self.job.size(items)
-        sums = sums.detach()
         self._sums = sums if self._sums is None else self._sums + sums
         self._count += 1
         self._norms += norm
         self.counters.step += 1
         self.counters.anchors += anchors
         self.counters.tokens += tokens
+
+    def _shared_loss(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+        """The loss of this process's share, whose mean over processes is that of the batch, and
+        the sums of the whole batch. A process without a share computes something that weighs
+        nothing."""
+        mine = self.group.share(items)
+        loss, weight, sums = self.job.loss(mine or items[:1])
+        weight, sums = weight.detach() * bool(mine), sums.detach() * bool(mine)
+        whole = self.group.sum(weight.clone())
+        return loss * (weight * self.group.world / whole), self.group.sum(sums)
 
     def run(
         self,
@@ -142,15 +164,15 @@ class Loop:
         """To the end, or until it is interrupted or out of time."""
         s, n = self.steps, self.counters
         begun = last = time.perf_counter()
-        metrics = Metrics(self.out, n.step)
+        metrics = Metrics(self.out, n.step) if self.group.first else None
 
         def report(kind: str, values: dict[str, Any]) -> None:
-            if kind in ("log", "held_out"):
+            if metrics is not None and kind in ("log", "held_out"):
                 metrics.write("train" if kind == "log" else kind, n.step, values)
             on_report(Report(kind, n.step, self.job.total, values))
 
         try:
-            report("begun", {"tensorboard": metrics.has_board})
+            report("begun", {"tensorboard": metrics is not None and metrics.has_board})
             while n.step < self.job.total:
                 items, place = self.job.batch(Place(n.epoch, n.offset))
                 tokens = n.tokens
@@ -168,8 +190,8 @@ class Loop:
                     self.estimate = self.job.held_out()
                     report("held_out", self.estimate)
                     n.seconds += time.perf_counter() - last
-                over = bool(s.max_minutes and now - begun > 60 * s.max_minutes)
-                stop = interrupted()
+                ends = [interrupted(), bool(s.max_minutes and now - begun > 60 * s.max_minutes)]
+                stop, over = self.group.sum(torch.tensor(ends, dtype=torch.int64)).tolist()
                 if n.step % s.save_every == 0 or finished or stop or over:
                     self.save()
                     report("saved", {"out": str(self.out)})
@@ -178,7 +200,8 @@ class Loop:
                 last = time.perf_counter()
             return Outcome.finished
         finally:
-            metrics.close()
+            if metrics is not None:
+                metrics.close()
 
     def _logged(self) -> dict[str, Any]:
         """Means since the last time, and begin anew."""
@@ -196,7 +219,12 @@ class Loop:
         return values
 
     def save(self) -> None:
-        """Write a state, and what serves."""
+        """Write a state, and what serves; the first process does, the others wait."""
+        if self.group.first:
+            self._write()
+        self.group.barrier()
+
+    def _write(self) -> None:
         kept = {
             name: dict(o.state[p])
             for o in self.optimizers

@@ -30,6 +30,7 @@ from dspark.models.deepseek_v4_config import v4_from_hf
 from dspark.tokenizer import Tokenizer
 from dspark.train.batches import Item, Place
 from dspark.train.config import Steps, TextSection, check_ranges, flat
+from dspark.train.distributed import Group
 from dspark.train.features import hash_of
 from dspark.train.samples import Sample, encode, messages_of, read_rows
 from dspark.train.setup import split
@@ -193,12 +194,13 @@ class TowerJob(Job):
     def batch(self, place: Place) -> tuple[list[Item], Place]:
         return self._order.batch(place)
 
-    def loss(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+    def loss(self, items: Sequence[Item]) -> tuple[Tensor, Tensor, Tensor]:
         docs = self.module.documents([self.corpus.samples[i.sequence].tokens for i in items])
         loss, count = self.module.loss(docs)
         index = sum(docs.index_losses, torch.zeros(()))
         mean = loss / count + self.config.train.index_loss * index
-        return mean, torch.stack([loss, count, index, torch.ones(())])
+        # Every share of a batch has an index loss; the means of all steps are what is logged.
+        return mean, count, torch.stack([loss, count, index, torch.ones(())])
 
     def means(self, sums: Tensor) -> dict[str, Any]:
         """`loss` in nats a token; `index_loss` of all indexers together, cross-entropy in nats."""
@@ -212,14 +214,15 @@ class TowerJob(Job):
     def stepped(self) -> None:
         for layer in self.module.layers:
             assert isinstance(layer, Block)
-            layer.ffn.balance(self.config.train.balance_speed)
+            layer.ffn.balance(self.config.train.balance_speed, self.group)
 
     def held_out(self) -> dict[str, Any]:
         """`loss` in nats a token, over whole rows."""
         with torch.no_grad():
-            batches = self._held_out.epoch(0)
-            found = [self.loss([Item(i, 0) for i in batch])[1] for batch in batches]
-        return {"loss": self.means(torch.stack(found).sum(0))["loss"]}
+            batches = self.group.share(self._held_out.epoch(0))
+            found = [self.loss([Item(i, 0) for i in batch])[2] for batch in batches]
+        sums = torch.stack(found or [torch.zeros(4)]).sum(0)
+        return {"loss": self.means(self.group.sum(sums))["loss"]}
 
     def export(self, training: Mapping[str, Any]) -> None:
         tensors = checkpoint.official(self.module.state_dict())
@@ -228,8 +231,13 @@ class TowerJob(Job):
         checkpoint.write_json(directory / "training.json", training)
 
 
-def make_loop(config: PretrainConfig) -> Loop:
+def make_loop(config: PretrainConfig, group: Group | None = None) -> Loop:
     """A run, from its last state if there is one."""
-    corpus = prepare(config)
+    group = group or Group()
+    if group.first:
+        corpus = prepare(config)
+    group.barrier()  # the others then find the tokenizer
+    if not group.first:
+        corpus = prepare(config)
     depends = depends_on(flat(config), text=hash_of(corpus.samples))
-    return Loop(TowerJob(config, corpus), config.train, depends)
+    return Loop(TowerJob(config, corpus), config.train, depends, group)
