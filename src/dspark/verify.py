@@ -24,6 +24,12 @@ text.
 p is the request's whole law (bias, penalties, `min_tokens`, temperature, filters; `sampling`),
 taken row by row. An empty draft makes all of this plain decoding, on the same path.
 
+*Coupled.* A draft may go one token further than the pass: k rows for k tokens. Row k - 1 then
+judges token k by the same rule instead of drawing a bonus of its own, so whatever is emitted there
+has the same law, but it is the guessed token as often as acceptance allows, and a block that was
+prepared behind that token can be used (`engine.pipeline`). The verdict reads as ever: k - 1 drafts
+accepted at most, and the token behind them.
+
 Not promised: that a seeded *sampled* text equals the one of plain decoding under the same seed
 when the draft carries `probs`. Its law is the same; its random numbers are spent differently. Nor
 does `accept` know when a text ends: an end of text inside the block is an ordinary token here, and
@@ -53,20 +59,23 @@ def accept(
     """The accepted prefix of `draft` and the target's own token behind it.
 
     draft       k tokens (0 is plain decoding); `probs` [k, V] fp32 or None for one-hot
-    logits      [k + 1, V] fp32 raw target logits; row i predicts the token behind draft[:i]
+    logits      [k + 1, V] fp32 raw target logits; row i predicts the token behind draft[:i];
+                [k, V] if the last token is coupled
     history     prompt and emitted tokens, the last one the anchor; the first `prompt_len` prompt
     eos_ids     masked before `min_tokens`
     rng         the request's accepting stream; greedy takes nothing from it, sampling one uniform
                 for every token tested or drawn (one-hot drafts: one for every token emitted)
 
-    Returns accepted + 1 tokens, with log-probabilities of the raw logits if `params` wants them.
+    Returns accepted + 1 tokens (a coupled one is never among the accepted), with log-probabilities of the raw logits if `params` wants them.
     """
-    assert logits.shape[0] == len(draft) + 1, "one row for each draft token and one behind"
+    verified = logits.shape[0] - 1
+    assert verified <= len(draft) <= verified + 1, "one row for each draft token, perhaps one more"
     processed = process_logits(logits, params, history, prompt_len, draft.tokens, eos_ids)
     if params.is_greedy:
         accepted, own = _match(draft.tokens, argmax(processed))
     else:
         accepted, own = _reject(draft, processed, params, rng)
+    accepted = min(accepted, verified)
     tokens = (*draft.tokens[:accepted], own)
     wanted = params.logprobs
     return Verdict(
@@ -77,7 +86,7 @@ def accept(
 def _match(tokens: Sequence[int], choice: Sequence[int]) -> tuple[int, int]:
     """Greedy: p is one-hot at the argmax."""
     accepted = 0
-    while accepted < len(tokens) and tokens[accepted] == choice[accepted]:
+    while accepted < len(choice) - 1 and tokens[accepted] == choice[accepted]:
         accepted += 1
     return accepted, choice[accepted]
 
@@ -100,5 +109,7 @@ def _reject(
         residual = (p - draft.probs[i]).clamp_(min=0.0)
         # p == q up to rounding leaves no residual; then p itself is the limit.
         return i, draw(residual if residual.any() else p, rng.random())
+    if len(draft) == len(processed):  # the coupled token passed
+        return len(draft), draft.tokens[-1]
     p = distribution(processed[-1:], params)[0]
     return len(draft), draw(p, rng.random())

@@ -41,6 +41,8 @@ class DraftContext:
     tokens     prompt and emitted tokens; the last one is the anchor, at position len(tokens) - 1
     max_tokens no more than this many drafts can be emitted (token budget, context limit); >= 1
     rng        the request's drafting stream, independent of the one that accepts
+    unseen     tokens right in front of the anchor of which `observe` has not told yet, because the
+               target is running them; only drafters that draft `ahead` are given any
     """
 
     slot: int
@@ -48,6 +50,7 @@ class DraftContext:
     params: SamplingParams
     max_tokens: int
     rng: np.random.Generator
+    unseen: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ class Drafter(ABC):
 
     sizes_drafts: bool = False
     """It offers only what it expects to pay: `--verify auto` then checks all of it."""
+    ahead: bool = False
+    """It can draft behind tokens whose rows it has not been told of (`DraftContext.unseen`). What
+    stands in for them leaves no trace: the true rows follow, or those of another continuation."""
     patient: bool = False
     """Rows may reach `observe` late and in lumps, `verified` and `accepted` left out."""
     cap: int = 8

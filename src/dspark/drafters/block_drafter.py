@@ -2,7 +2,8 @@
 
 One parallel pass over the blocks of all sequences gives hidden states and base logits; then the
 sequential stage walks all blocks from left to right, slot by slot, adding the head's bias and
-drawing. A block may be shorter than the trained one. The weights run in the target's arithmetic
+drawing. A block may be shorter than the trained one. Known tokens that have no context row yet
+(`DraftContext.unseen`) enter in front of the block as embeddings. The weights run in the target's arithmetic
 (integer kernels beside an int8 target), the output head and the embedding are the target's own.
 
 Shape suffixes as in `layers.py`; V tokens that can be drafted, C candidates.
@@ -28,7 +29,7 @@ from dspark.types import Draft
 class BlockDrafter(Drafter):
     """Drafts with a trained `BlockModel`; see the module docstring."""
 
-    patient = True
+    patient = ahead = True
 
     def __init__(
         self,
@@ -92,21 +93,30 @@ class BlockDrafter(Drafter):
         if self.cap == 0:
             return [Draft()] * len(contexts)
         for c in contexts:
-            assert self._stack.lengths[c.slot] == len(c.tokens) - 1, "context ends at the anchor"
+            known = len(c.tokens) - 1 - c.unseen
+            assert self._stack.lengths[c.slot] == known, "context ends at the first unseen token"
         # Room cuts drafts and not blocks: with fewer slots the others would guess differently, and
         # the room is the company's, too.
-        h_BKD = self._hidden(contexts, self.cap)
-        base_BKV = self._head(h_BKD.flatten(0, 1)).view(*h_BKD.shape[:2], -1).float()
-        return self._walk(contexts, h_BKD, base_BKV)
+        drafts: list[Draft] = [Draft()] * len(contexts)
+        for unseen in {c.unseen for c in contexts}:
+            alike = [b for b, c in enumerate(contexts) if c.unseen == unseen]
+            group = [contexts[b] for b in alike]
+            h_BKD = self._hidden(group, self.cap, unseen)
+            base_BKV = self._head(h_BKD.flatten(0, 1)).view(*h_BKD.shape[:2], -1).float()
+            for b, draft in zip(alike, self._walk(group, h_BKD, base_BKV), strict=True):
+                drafts[b] = draft
+        return drafts
 
-    def _hidden(self, contexts: Sequence[DraftContext], k: int) -> Tensor:
-        """The parallel stage: [B, K, D]."""
+    def _hidden(self, contexts: Sequence[DraftContext], k: int, unseen: int) -> Tensor:
+        """The parallel stage: [B, K, D]; each context has as many `unseen` tokens."""
         device = self._target.device
         slots = [c.slot for c in contexts]
-        lengths = [len(c.tokens) - 1 for c in contexts]
-        anchors = torch.tensor([c.tokens[-1] for c in contexts], device=device)
-        x_BKD = self._model.inputs(self._target.embed(anchors), self._mask_D, self._last[slots], k)
-        return self._model.outputs(self._stack.run(x_BKD, slots, lengths))
+        starts = [len(c.tokens) - 1 - unseen for c in contexts]
+        tail_BU = torch.tensor([list(c.tokens[-1 - unseen :]) for c in contexts], device=device)
+        front_BUD = self._target.embed(tail_BU.flatten()).view(*tail_BU.shape, -1)
+        block = self._model.inputs(front_BUD[:, -1], self._mask_D, self._last[slots], k)
+        x_BKD = torch.cat([front_BUD[:, :-1].to(block.dtype), block], 1) if unseen else block
+        return self._model.outputs(self._stack.run(x_BKD, slots, starts)[:, unseen:])
 
     def _walk(
         self, contexts: Sequence[DraftContext], h_BKD: Tensor, base_BKV: Tensor

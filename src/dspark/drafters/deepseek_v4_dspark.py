@@ -29,6 +29,7 @@ Shape suffixes as in `deepseek_v4_stage.py`; F feature layers, r Markov rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ from dspark.types import Draft
 class V4DSparkDrafter(Drafter):
     """Drafts with the stages `mtp.*` of the target's own checkpoint; see the module docstring."""
 
-    patient = True
+    patient = ahead = True
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class V4DSparkDrafter(Drafter):
         self.cap = check_length(num_draft_tokens, size, size, "the block")
         self.feature_layers = settings.target_layer_ids
         self._target, self._noise = target, settings.noise_token_id
-        self.stages = Stages(target, drafter, self.cap, weights)
+        self.stages = Stages(target, drafter, 2 * self.cap + 1, weights)  # unseen and drafted
         self._main_proj = self.stages.linear("mtp.0.main_proj.weight")
         self._main_norm_D = self.stages.vector("mtp.0.main_norm.weight")
         self._head = target.output_head()
@@ -113,11 +114,17 @@ class V4DSparkDrafter(Drafter):
             return [Draft()] * len(contexts)
         self.stages.check(contexts, behind=1)
         # Room cuts the draft and not the block, which would be another one; a slot's end cuts both.
-        starts = [len(c.tokens) - 1 for c in contexts]
-        sizes = [min(self.cap, self._target.max_context - at) for at in starts]
+        # Unseen tokens stand in front of the block as what they are.
+        anchors = [len(c.tokens) - 1 for c in contexts]
+        sizes = [min(self.cap, self._target.max_context - at) for at in anchors]
         segments = [
-            Segment(c.slot, at, (c.tokens[-1], *[self._noise] * (n - 1)), 0)
-            for c, at, n in zip(contexts, starts, sizes, strict=True)
+            Segment(
+                c.slot,
+                at - c.unseen,
+                (*c.tokens[at - c.unseen :], *[self._noise] * (n - 1)),
+                0,
+            )
+            for c, at, n in zip(contexts, anchors, sizes, strict=True)
         ]
         p = self.stages.begin(segments, blocks=True)
         x_NSD = expand(self._target.embed(p.tokens), self._target.config.streams)
@@ -128,20 +135,23 @@ class V4DSparkDrafter(Drafter):
     def _walk(
         self, contexts: Sequence[DraftContext], sizes: Sequence[int], x_ND: Tensor, base_NV: Tensor
     ) -> list[Draft]:
-        """The sequential stage, all sequences in step; block b owns the next sizes[b] rows."""
+        """The sequential stage, all sequences in step; block b owns the next sizes[b] rows behind
+        those of its unseen tokens."""
         device = x_ND.device
-        first = [sum(sizes[:b]) for b in range(len(sizes))]
+        ends = list(accumulate(c.unseen + n for c, n in zip(contexts, sizes, strict=True)))
+        first = [end - n for end, n in zip(ends, sizes, strict=True)]
         rooms = [min(n, c.max_tokens) for n, c in zip(sizes, contexts, strict=True)]
         previous = [c.tokens[-1] for c in contexts]
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
         for i in range(max(rooms)):
             active = [b for b, room in enumerate(rooms) if room > i]
-            logits_BV = base_NV[torch.tensor([first[b] + i for b in active], device=device)]
+            rows = [base_NV[first[b] + i] for b in active]
             if self._w1_Vr is not None:
                 ids = torch.tensor([previous[b] for b in active], device=device)
-                logits_BV = logits_BV + self._w2(self._w1_Vr[ids]).float()
-            for b, logits_V in zip(active, logits_BV, strict=True):
+                bias_BV = self._w2(F.embedding(ids, self._w1_Vr)).float()
+                rows = [row + bias for row, bias in zip(rows, bias_BV, strict=True)]
+            for b, logits_V in zip(active, rows, strict=True):
                 c = contexts[b]
                 previous[b], q = self._vocabulary.pick(logits_V, c.params, c.rng)
                 tokens[b].append(previous[b])

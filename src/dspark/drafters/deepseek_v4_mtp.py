@@ -38,7 +38,7 @@ from dspark.types import Draft
 class V4MtpDrafter(Drafter):
     """Drafts with `mtp.0` of the target's own checkpoint; see the module docstring."""
 
-    patient = True
+    patient = ahead = True
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class V4MtpDrafter(Drafter):
         self.cap = check_length(num_draft_tokens, 1, None, "mtp1")
         self.feature_layers = (target.streams_layer,)
         self._target, self._streams = target, target.config.streams
-        self.stages = Stages(target, drafter, self.cap, weights)
+        self.stages = Stages(target, drafter, 2 * self.cap + 1, weights)  # unseen and drafted
         self._e_proj = self.stages.linear("mtp.0.e_proj.weight")
         self._h_proj = self.stages.linear("mtp.0.h_proj.weight")
         self._enorm_D = self.stages.vector("mtp.0.enorm.weight")
@@ -107,22 +107,27 @@ class V4MtpDrafter(Drafter):
         drafts: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
         self.stages.check(contexts, behind=2)
-        rooms = [min(self.cap, c.max_tokens) for c in contexts]
-        last = [c.tokens[-1] for c in contexts]
+        rooms = [c.unseen + min(self.cap, c.max_tokens) if self.cap else 0 for c in contexts]
+        rows = [len(c.tokens) - 2 - c.unseen for c in contexts]
+        last = [c.tokens[-1 - c.unseen] for c in contexts]
         states = self._waiting[[c.slot for c in contexts]]
         for step in range(max(rooms, default=0)):
             active = [b for b, room in enumerate(rooms) if room > step]
-            segments = [
-                Segment(contexts[b].slot, len(contexts[b].tokens) - 2 + step, (last[b],), 0)
-                for b in active
-            ]
+            segments = [Segment(contexts[b].slot, rows[b] + step, (last[b],), 0) for b in active]
             p = self.stages.begin(segments, blocks=False)
             x_NSD = self.stages.run(self._inputs(states[active], [last[b] for b in active]), p)
             states[active] = x_NSD.flatten(1)
+            guessing = [i for i, b in enumerate(active) if step >= contexts[b].unseen]
+            for b in active:
+                if step < contexts[b].unseen:
+                    last[b] = contexts[b].tokens[rows[b] + step + 2]
+            if not guessing:
+                continue
             end = self.stages.exit
-            logits_NV = self._head(end.norm(end.collapse(x_NSD))).float()
-            for b, logits_V in zip(active, logits_NV, strict=True):
-                last[b], q = self._vocabulary.pick(logits_V, contexts[b].params, contexts[b].rng)
+            logits_NV = self._head(end.norm(end.collapse(x_NSD[guessing]))).float()
+            for i, logits_V in zip(guessing, logits_NV, strict=True):
+                b, c = active[i], contexts[active[i]]
+                last[b], q = self._vocabulary.pick(logits_V, c.params, c.rng)
                 drafts[b].append(last[b])
                 if q is not None:
                     probs[b].append(q)

@@ -108,9 +108,11 @@ class Stages:
         return min(rows, self._target.config.window)
 
     def check(self, contexts: Sequence[DraftContext], behind: int) -> None:
-        """The rings must end `behind` tokens before the ends of the sequences."""
+        """The rings must end `behind` tokens before the ends of the sequences, and before what is
+        unseen."""
         for c in contexts:
-            assert self.lengths[c.slot] == len(c.tokens) - behind, "context ends at the anchor"
+            known = len(c.tokens) - behind - c.unseen
+            assert self.lengths[c.slot] == known, "context ends at the first unseen token"
 
     def _check(self, drafter: CarriedDrafter) -> None:
         """All tensors are there and of the right shape."""

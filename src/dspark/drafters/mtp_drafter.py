@@ -5,7 +5,7 @@ hidden states, of which the last one waits for its token: that is the next ancho
 both is the row that drafts. Behind a beginning that is shared with another text, the state that
 waited there is gone, so the target runs its position again. With k > 1 the row's output takes the
 place of the hidden state that the target has not computed yet; those rows are overwritten when the
-true ones come.
+true ones come. So do they behind tokens that are known but not run (`DraftContext.unseen`).
 
 Shape suffixes as in `layers.py`.
 """
@@ -30,7 +30,7 @@ from dspark.types import Draft
 class MtpDrafter(Drafter):
     """Drafts with a trained `MtpModel`; see the module docstring."""
 
-    patient = True
+    patient = ahead = True
 
     def __init__(
         self,
@@ -95,24 +95,29 @@ class MtpDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """One draft for each context, of `cap` tokens where there is room."""
-        steps = min(self.cap, max(c.max_tokens for c in contexts))
-        if steps == 0:
+        steps = max(c.unseen + min(self.cap, c.max_tokens) for c in contexts)
+        if self.cap == 0:
             return [Draft()] * len(contexts)
         slots = [c.slot for c in contexts]
-        rows = [len(c.tokens) - 2 for c in contexts]
+        rows = [len(c.tokens) - 2 - c.unseen for c in contexts]
         assert rows == [self._stack.lengths[s] for s in slots], "context ends at the anchor"
         words = self._vocabulary
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
-        hidden_BD, last = self._waiting[slots], [c.tokens[-1] for c in contexts]
+        hidden_BD, last = self._waiting[slots], [c.tokens[-1 - c.unseen] for c in contexts]
         for step in range(steps):
             x_BD = self._inputs(hidden_BD, last)
             # A sequence at the end of its slot repeats the last row; it drafts no more.
             at = [min(r + step, self._target.max_context - 1) for r in rows]
             hidden_BD = self._stack.run(x_BD[:, None], slots, at)[:, 0]
-            logits_BV = self._head(self._model.norm(hidden_BD)).float()
+            guessing = step >= min(c.unseen for c in contexts)
+            logits_BV = self._head(self._model.norm(hidden_BD)).float() if guessing else hidden_BD
             for b, c in enumerate(contexts):
-                if step >= c.max_tokens:  # others go on; its random stream must not
+                if step < c.unseen:
+                    last[b] = c.tokens[rows[b] + step + 2]
+                    continue
+                # Others go on; its random stream must not.
+                if step >= c.unseen + min(self.cap, c.max_tokens):
                     continue
                 column, q = words.pick(logits_BV[b], c.params, c.rng)
                 last[b] = words.token(column)
