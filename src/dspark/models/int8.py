@@ -122,11 +122,12 @@ class PackedLinear:
         n, blocks = x.shape[0], self.in_features // BLOCK
         x = x.contiguous()
         y = torch.empty((n, self.out_features))
-        q = torch.empty((n, self.in_features), dtype=torch.int8)
-        scale, total = torch.empty((2, n, blocks))
+        # Room for x in 8 bits, for its scales and for its sums, in one piece.
+        room = torch.empty(n * (8 * blocks + self.in_features), dtype=torch.uint8)
+        at = room.data_ptr()
         library.load().dspark_linear(
-            self.struct, x.data_ptr(), n, y.data_ptr(), q.data_ptr(), scale.data_ptr(),
-            total.data_ptr(), torch.get_num_threads(),
+            self.struct, x.data_ptr(), n, y.data_ptr(), at + 8 * n * blocks, at,
+            at + 4 * n * blocks, torch.get_num_threads(),
         )  # fmt: skip
         return y
 

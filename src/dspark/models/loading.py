@@ -9,7 +9,6 @@ before any weight is read, so that a damaged or foreign file is refused at once 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 from dataclasses import dataclass, replace
@@ -95,9 +94,8 @@ def _deepseek_v4(name: str, path: Path) -> Checkpoint:
     weights = DeepseekV4Source(path, config)
     check_shapes(weights, tower_shapes(config), str(path))
     carried = carried_drafters(weights.names(), settings)
-    release = deepseek_v4_chat.release_of(path)
-    chat = functools.partial(deepseek_v4_chat.encode, thinking=False, release=release)
-    tokenizer = Tokenizer.from_directory(path, chat=chat)
+    chat = deepseek_v4_chat.encoder(deepseek_v4_chat.release_of(path))
+    tokenizer = Tokenizer.from_directory(path, chat=chat, answers=deepseek_v4_chat.FORMAT)
     end = tokenizer.encode(deepseek_v4_chat.EOS)
     if not tokenizer.eos_ids and len(end) == 1:  # `inference/config.json` does not tell
         tokenizer.eos_ids = tuple(end)

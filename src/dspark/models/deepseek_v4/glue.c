@@ -154,12 +154,14 @@ typedef struct {
 } Linear;
 
 /* The integer kernels' product, and here the same for fp32: a row reads the matrix once for all. */
+#define ALONE (1 << 18) /* multiplications that one thread ends before a second one is awake */
+
 typedef void Product(const Linear *, const float *, int32_t, float *, int8_t *, float *, float *, int32_t);
 
 void v4_linear(const Linear *w, const float *x, int32_t n, float *y, int8_t *q, float *q_scale,
                float *q_sum, int32_t threads) {
     (void)q, (void)q_scale, (void)q_sum;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for num_threads(threads) if (threads > 1 && (int64_t)n * w->out * w->in >= ALONE)
     for (int64_t o = 0; o < w->out; o += 4) {
         const int64_t rows = w->out - o < 4 ? w->out - o : 4;
         for (int64_t r = 0; r < n; r++)

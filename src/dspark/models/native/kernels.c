@@ -259,12 +259,15 @@ void dspark_layers(const Dims *d, const Layer *layers, int32_t count, float *key
     }
 }
 
+#define ALONE (1 << 18) /* multiplications that one thread ends before a second one is awake */
+
 /* y[n, out] = W x for x [n, in] in fp32; q, q_scale, q_sum as in Pass. */
 void dspark_linear(const Linear *w, const float *x, int32_t n, float *y, int8_t *q, float *q_scale,
                    float *q_sum, int32_t threads_wanted) {
     const int64_t nb = w->in / BLOCK;
     Barrier barrier = {0, 0};
-#pragma omp parallel num_threads(threads_wanted)
+    if ((int64_t)n * w->out * w->in < ALONE) threads_wanted = 1;
+#pragma omp parallel num_threads(threads_wanted) if (threads_wanted > 1)
     {
 #ifdef _OPENMP
         const int tid = omp_get_thread_num(), threads = omp_get_num_threads();
