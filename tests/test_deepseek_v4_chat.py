@@ -1,23 +1,14 @@
-"""DeepSeek-V4's conversations: texts written out by hand, and answers cut at every place."""
+"""DeepSeek-V4's conversations: texts written out by hand."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dspark.deepseek_v4_chat import (
-    BOS,
-    EFFORTS,
-    EOS,
-    Answer,
-    Parser,
-    encode,
-    parse,
-    release_of,
-)
+from dspark.deepseek_v4_chat import BOS, EFFORTS, EOS, FORMAT, encode, encoder, release_of
+from dspark.deepseek_v4_tools import offer
 from dspark.errors import InvalidRequestError
 
 U, A = "<｜User｜>", "<｜Assistant｜>"
@@ -27,6 +18,17 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "assistant", "content": "Hello.", "reasoning_content": "A greeting."},
     {"role": "user", "content": "And?"},
 ]
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "größe", "description": "How big?"}},
+]
+
+
+def called(name: str, arguments: Any, call_id: str = "1") -> dict[str, Any]:
+    call = {"id": call_id, "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def test_the_special_tokens_are_written_with_wide_bars() -> None:
@@ -129,9 +131,16 @@ def test_which_release_a_checkpoint_is(tmp_path: Path) -> None:
         ([{"role": "assistant", "reasoning_content": 3}], {}, "reasoning_content is int"),
         ([{"role": "developer", "content": ""}], {}, "developer message needs content"),
         (HISTORY, {"reasoning_effort": "extreme"}, "'extreme': expected low, high, max"),
-        ([{"role": "tool", "content": "3"}], {}, "the role tool is not supported"),
-        ([{"role": "system", "content": "", "tools": [{}]}], {}, "tools is not supported"),
-        ([{"role": "assistant", "tool_calls": [{}]}], {}, "tool_calls is not supported"),
+        (
+            [{"role": "user", "content": "", "tools": [{}]}],
+            {},
+            "tools is in a message of role user",
+        ),
+        ([{"role": "user", "tool_calls": [{}]}], {}, "tool_calls is in a message of role user"),
+        ([{"role": "assistant", "tool_calls": [{}]}], {}, "a function with name and arguments"),
+        ([{"role": "assistant", "tool_calls": [3]}], {}, "a function with name and arguments"),
+        ([called("f", "[1]")], {}, "the arguments of f in tool_calls are no JSON object"),
+        ([called("f", "{")], {}, "the arguments of f in tool_calls are no JSON object"),
         ([{"role": "user", "content": "Hi", "task": "title"}], {}, "task is not supported"),
     ],
 )
@@ -142,77 +151,86 @@ def test_what_cannot_be_written_is_refused(
         encode(messages, thinking=True, **options)
 
 
-# -- answers ----------------------------------------------------------------------------------
-
-ANSWERS = [
-    ("Because.</think>Blue.", True, Answer("Because.", "Blue.")),
-    (f"Because.</think>Blue.{EOS}", True, Answer("Because.", "Blue.")),
-    (f"Blue.{EOS}", False, Answer("", "Blue.")),
-    ("Cut off", True, Answer("Cut off", "")),
-    ("Cut off</thi", True, Answer("Cut off</thi", "")),
-    (f"Gave up{EOS}", True, Answer("Gave up", "")),
-    ("</think>", True, Answer("", "")),
-    ("a </think> b </think> c", True, Answer("a ", " b </think> c")),
-    ("a </think> b", False, Answer("", "a </think> b")),
-    (f"one{EOS}two</think>{EOS}", False, Answer("", "one")),
-    ("a\n\n<b>\n\n<｜DSML", False, Answer("", "a\n\n<b>\n\n<｜DSML")),
-    ("1 < 2 <<</think>\n\n<｜x｜>\n\n", True, Answer("1 < 2 <<", "\n\n<｜x｜>\n\n")),
-    ("", True, Answer("", "")),
-]
+# -- tools ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "thinking", "answer"), ANSWERS)
-def test_answers_whole(text: str, thinking: bool, answer: Answer) -> None:
-    assert parse(text, thinking) == answer
+def test_tools_are_offered_behind_the_system_message() -> None:
+    text = encode(HISTORY[:2], thinking=False, tools=TOOLS)
+    assert text == f"{BOS}Be brief.\n\n{offer(TOOLS)}{U}Hi{A}</think>"
+    assert encode(HISTORY[1:2], thinking=False, tools=TOOLS).startswith(f"{BOS}\n\n## Tools\n\nYou")
+    inside = [{**HISTORY[0], "tools": TOOLS}, HISTORY[1]]
+    assert encode(inside, thinking=False) == text
+    lines = text.splitlines()
+    at = lines.index("### Available Tool Schemas") + 2
+    assert lines[at] == '{"name": "weather", "parameters": {"type": "object"}}'
+    assert lines[at + 1] == '{"name": "größe", "description": "How big?"}'
+    assert encode(HISTORY, thinking=False, tools=[]) == encode(HISTORY, thinking=False)
 
 
-def streamed(pieces: list[str], thinking: bool) -> Answer:
-    parser = Parser(thinking=thinking)
-    parts = [*(parser.feed(p) for p in pieces), parser.finish()]
-    return Answer("".join(p.reasoning for p in parts), "".join(p.content for p in parts))
+def test_calls_and_their_results() -> None:
+    """Results in the order of the calls, in one message of the user."""
+    first, second = called("weather", '{"city": "Rome", "days": 3}', "a"), called("größe", {}, "b")
+    both = {**first, "tool_calls": first["tool_calls"] + second["tool_calls"], "content": "Well."}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        both,
+        {"role": "tool", "tool_call_id": "b", "content": "big"},
+        {"role": "tool", "tool_call_id": "a", "content": "hot"},
+        {"role": "user", "content": "So?"},
+    ]
+    calls = (
+        "Well.\n\n<｜DSML｜tool_calls>\n"
+        '<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n"
+        '<｜DSML｜invoke name="größe">\n\n</｜DSML｜invoke>\n'
+        f"</｜DSML｜tool_calls>{EOS}"
+    )
+    results = "<tool_result>hot</tool_result>\n\n<tool_result>big</tool_result>\n\nSo?"
+    assert (
+        encode(messages, thinking=False) == f"{BOS}{U}Hi{A}</think>{calls}{U}{results}{A}</think>"
+    )
 
 
-@pytest.mark.parametrize(("text", "thinking", "answer"), ANSWERS)
-def test_answers_in_pieces_cut_anywhere(text: str, thinking: bool, answer: Answer) -> None:
-    assert streamed(list(text), thinking) == answer
-    for i in range(len(text) + 1):
-        assert streamed([text[:i], text[i:]], thinking) == answer
-    dice = random.Random(0)
-    for _ in range(30):
-        cuts = sorted(dice.choices(range(len(text) + 1), k=4))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert streamed(pieces, thinking) == answer
+def test_with_tools_no_reasoning_is_dropped() -> None:
+    turns = [
+        *HISTORY[:2],
+        {**called("weather", {}), "reasoning_content": "Look."},
+        {"role": "tool", "tool_call_id": "1", "content": "hot"},
+    ]
+    text = encode([*turns, HISTORY[3]], thinking=True, tools=TOOLS)
+    assert f"{A}<think>Look.</think>\n\n<｜DSML｜tool_calls>" in text
+    assert text.endswith(f"{U}<tool_result>hot</tool_result>\n\nAnd?{A}<think>")
+    assert "Look." not in encode([*turns, HISTORY[3]], thinking=True)
 
 
-def test_only_a_possible_mark_is_held_back() -> None:
-    parser = Parser(thinking=True)
-    assert parser.feed("So <b") == Answer("So <b", "")
-    assert parser.feed(" x</th") == Answer(" x", "")
-    assert parser.feed("e") == Answer("</the", "")
-    assert parser.feed("</think>A") == Answer("", "A")
-    assert parser.feed("\n") == Answer("", "")
-    assert parser.feed("B") == Answer("", "\nB")
-    assert parser.feed(EOS[:5]) == Answer("", "")
-    assert parser.feed(EOS[5:] + "junk") == Answer("", "") == parser.feed("more")
-    assert parser.finish() == Answer("", "")
-
-
-@pytest.mark.parametrize(
-    "text", ["x\n\n<｜DSML｜tool_calls>", "</think>x\n\n<｜DSML｜tool_calls>\n"]
-)
-def test_tool_calls_are_refused(text: str) -> None:
-    for pieces in ([text], list(text)):
-        with pytest.raises(InvalidRequestError, match="calls a tool, which is not supported"):
-            streamed(pieces, True)
+def test_for_a_tokenizer() -> None:
+    for release in ("preview", "0731"):
+        write = encoder(release)  # type: ignore[arg-type]
+        assert write(HISTORY) == encode(HISTORY, thinking=False)
+        asked: dict[str, Any] = {"thinking": True, "reasoning_effort": "max", "tools": TOOLS}
+        assert write(HISTORY, **asked) == encode(HISTORY, release=release, **asked)
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_an_answer_taken_apart_and_written_back_is_the_same_text(thinking: bool) -> None:
     """What the model saw and wrote is a prefix of the next prompt, if nothing is dropped: the
     cache of one turn serves the next."""
-    question = HISTORY[:2]
-    text = "Why?</think>So." if thinking else "So."
-    answer = parse(text + EOS, thinking)
-    turn = {"role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning}
-    later = encode([*question, turn, HISTORY[3]], thinking=thinking, drop_thinking=False)
-    assert later.startswith(encode(question, thinking=thinking) + text + EOS + U)
+    call = called("weather", {"city": "Rome", "days": [1, 2]})
+    blank = encode([HISTORY[1], call], thinking=thinking, tools=TOOLS)
+    answer = ("Why?</think>So." if thinking else "So.") + blank[blank.rindex("\n\n<") :]
+    reader = FORMAT.reader(thinking=thinking, tools=["weather"])
+    found = reader.feed(answer.removesuffix(EOS)) + reader.finish()
+    assert (found.reasoning, found.content) == ("Why?" if thinking else "", "So.")
+    turn = {
+        "role": "assistant",
+        "content": found.content,
+        "reasoning_content": found.reasoning,
+        "tool_calls": [
+            {"function": {"name": c.name, "arguments": c.arguments}} for c in found.calls
+        ],
+    }
+    result = {"role": "tool", "content": "hot"}
+    later = encode([HISTORY[1], turn, result], thinking=thinking, tools=TOOLS)
+    assert later.startswith(encode(HISTORY[1:2], thinking=thinking, tools=TOOLS) + answer + U)

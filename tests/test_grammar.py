@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from dspark.errors import InvalidRequestError, ResourceError
-from dspark.grammar import Grammars, JsonGrammar
+from dspark.grammar import Grammars, TextGrammar
 from dspark.tokenizer import Tokenizer
 from tests.server.served import EOS, byte_backend
 
@@ -32,7 +32,7 @@ def grammars() -> Grammars:
 
 
 @pytest.fixture
-def grammar(grammars: Grammars) -> JsonGrammar:
+def grammar(grammars: Grammars) -> TextGrammar:
     return grammars.json_schema(SCHEMA)
 
 
@@ -40,7 +40,7 @@ def named(row: Tensor) -> set[str]:
     return {"end" if i == EOS else chr(i) for i in row.nonzero()[:, 0].tolist()}
 
 
-def test_what_may_follow(grammar: JsonGrammar) -> None:
+def test_what_may_follow(grammar: TextGrammar) -> None:
     def after(text: str) -> set[str]:
         return named(grammar.allowed(list(text.encode()), ())[0])
 
@@ -52,7 +52,7 @@ def test_what_may_follow(grammar: JsonGrammar) -> None:
     assert after("{" + 8 * " ") == {'"'}  # no endless space
 
 
-def test_every_row_of_a_block_has_its_own(grammar: JsonGrammar) -> None:
+def test_every_row_of_a_block_has_its_own(grammar: TextGrammar) -> None:
     """B15: legal drafts, one that is not, and some behind the end; the state is that of before."""
     text, draft = list(b'{"a":1'), [*b',"b":"x"}', EOS, 65, 66]
     rows = grammar.allowed(text, draft)
@@ -62,7 +62,7 @@ def test_every_row_of_a_block_has_its_own(grammar: JsonGrammar) -> None:
     assert named(grammar.allowed(text, b"zz")[0]) == named(rows[0])
 
 
-def test_a_function_of_the_text_alone(grammars: Grammars, grammar: JsonGrammar) -> None:
+def test_a_function_of_the_text_alone(grammars: Grammars, grammar: TextGrammar) -> None:
     """Texts in turns, again and backwards, in one grammar; as in a grammar for each."""
     rng = random.Random(0)
     texts = [b'{"a":1,"b":"x"}', b'{"a":12, "b":"yz"}', b'{ "a":7,"b":"x"}']
@@ -75,7 +75,7 @@ def test_a_function_of_the_text_alone(grammars: Grammars, grammar: JsonGrammar) 
     assert len(grammar._readers) <= 60
 
 
-def test_matchers_do_not_pile_up(grammar: JsonGrammar) -> None:
+def test_matchers_do_not_pile_up(grammar: TextGrammar) -> None:
     for n in range(99, 0, -1):
         grammar.allowed(list(f'{{"a":{n}'.encode()), ())
     assert len(grammar._readers) == 64

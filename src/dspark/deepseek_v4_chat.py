@@ -1,4 +1,4 @@
-"""Conversations for DeepSeek-V4 and back: the text of a prompt, and the two parts of an answer.
+"""Conversations for DeepSeek-V4: the text of a prompt, and where an answer is divided.
 
 DeepSeek-V4 ships no chat template; a program beside the weights (`encoding/encoding_dsv4.py`) says
 how a conversation is written. This is that format, from its description:
@@ -16,20 +16,25 @@ how a conversation is written. This is that format, from its description:
   changed between releases (`Release`).
 
 So an answer begins in the middle: in thinking mode its text is `reasoning</think>content`,
-otherwise `content`. `Parser` takes it apart as it arrives in pieces; `parse` does so at once, and
-the two agree because one is the other.
+otherwise `content`, and calls of tools stand behind the content (`deepseek_v4_tools.py`). `FORMAT`
+says so to who reads answers (`answers.py`).
 
-Not here yet: tools (they come with the server), response formats and task tokens. Messages and
-answers with them are refused by name.
+* Tools are explained behind the first system message; with tools no reasoning is dropped. What they
+  return belongs to the user's message, in the order in which they were called.
+
+Not here: response formats and task tokens. Messages with them are refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+from dspark import deepseek_v4_tools as dsml
+from dspark.answers import AnswerFormat
 from dspark.errors import InvalidRequestError
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -39,7 +44,7 @@ ASSISTANT = "<｜Assistant｜>"
 REMINDER = "<｜latest_reminder｜>"
 THINK = "<think>"
 END_THINK = "</think>"
-TOOL_CALLS = "<｜DSML｜tool_calls"
+FORMAT = AnswerFormat(end_think=END_THINK, calls=dsml.DSML_SYNTAX)
 
 Release = Literal["preview", "0731"]
 """`preview`: the first V4 and V4-DSpark checkpoints; `0731`: those of July 2026 and later."""
@@ -68,27 +73,29 @@ EFFORTS: Mapping[Release, Mapping[Effort, str]] = {
 }
 """What each effort puts in front of a conversation. The models were trained on these very words."""
 
-_ROLES = ("system", "user", "developer", "assistant", "latest_reminder")
-_LATER = ("tools", "tool_calls", "content_blocks", "response_format", "task")
+_ROLES = ("system", "user", "developer", "assistant", "tool", "latest_reminder")
+_LATER = ("content_blocks", "response_format", "task")
 
 
 def encode(
     messages: Sequence[Mapping[str, Any]],
     *,
     thinking: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     reasoning_effort: Effort | None = None,
     drop_thinking: bool = True,
     release: Release = "preview",
 ) -> str:
     """The text of a conversation, special tokens and BOS included, ready for the answer if the last
-    message is a user's.
+    message is a user's or a tool's.
 
     A message has `role` and `content`; an assistant's may have `reasoning_content` (or
-    `reasoning`), and `wo_eos` where the model shall go on with it. `reasoning_effort` counts in
-    thinking mode only.
+    `reasoning`), `tool_calls` in OpenAI's form, and `wo_eos` where the model shall go on with it; a
+    tool's may have `tool_call_id`, and a system's or developer's `tools`. `tools` as an argument
+    are those of the first system message. `reasoning_effort` counts in thinking mode only.
 
     Raises InvalidRequestError for an empty conversation, a message that is none, an unknown role
-    or effort, and for what is not supported yet.
+    or effort, and for what is not supported.
     """
     if not messages:
         raise InvalidRequestError("a conversation needs at least one message")
@@ -96,8 +103,11 @@ def encode(
         raise InvalidRequestError(
             f"unknown reasoning effort {reasoning_effort!r}: expected {', '.join(EFFORTS[release])}"
         )
-    turns = _joined([_checked(m) for m in messages])
-    dropping = thinking and drop_thinking
+    if tools:
+        messages = _offering(messages, tools)
+    checked = [_checked(m) for m in messages]
+    dropping = thinking and drop_thinking and not any(t.offers for t in checked)
+    turns = _joined(_in_order(checked))
     if dropping:
         last = _last_user(turns)
         turns = [t for i, t in enumerate(turns) if i >= last or t.role != "developer"]
@@ -112,7 +122,7 @@ def encode(
         elif turn.role == "latest_reminder":
             out += REMINDER, turn.content
         elif turn.role == "assistant":
-            out += (turn.reasoning + END_THINK if thinks else "", turn.content)
+            out += (turn.reasoning + END_THINK if thinks else "", turn.content, turn.calls)
             out.append("" if turn.open_ended else EOS)
         else:
             out += USER, turn.content
@@ -120,6 +130,29 @@ def encode(
             if follows in ("assistant", "latest_reminder"):
                 out += ASSISTANT, THINK if thinks else END_THINK
     return "".join(out)
+
+
+def encoder(release: Release) -> Callable[..., str]:
+    """`encode` for a tokenizer: as that release was trained, without reasoning unless asked for."""
+
+    def write(
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = False,
+        reasoning_effort: Effort | None = None,
+        drop_thinking: bool = True,
+    ) -> str:
+        return encode(
+            messages,
+            thinking=thinking,
+            tools=tools,
+            reasoning_effort=reasoning_effort,
+            drop_thinking=drop_thinking,
+            release=release,
+        )
+
+    return write
 
 
 def release_of(directory: Path) -> Release:
@@ -138,25 +171,69 @@ class _Turn:
     content: str
     reasoning: str = ""
     open_ended: bool = False
+    calls: str = ""
+    """Of an assistant, as the model writes them."""
+    call_ids: tuple[object, ...] = ()
+    """Of an assistant's calls; of a tool the one it answers."""
+    offers: bool = False
+
+
+def _offering(messages: Sequence[Any], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """With tools at the first system message, which is made if there is none."""
+    roles = [m.get("role") if isinstance(m, Mapping) else None for m in messages]
+    if "system" not in roles:
+        return [{"role": "system", "content": "", "tools": tools}, *messages]
+    at = roles.index("system")
+    return [*messages[:at], {**messages[at], "tools": tools}, *messages[at + 1 :]]
 
 
 def _checked(message: Mapping[str, Any]) -> _Turn:
     if not isinstance(message, Mapping) or "role" not in message:
         given = sorted(message) if isinstance(message, Mapping) else type(message).__name__
         raise InvalidRequestError(f"a message needs role and content, got {given}")
-    role, content = message["role"], message.get("content")
+    role, content = message["role"], message.get("content") or ""
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    if role == "tool" or any(message.get(key) for key in _LATER):
-        what = next((key for key in _LATER if message.get(key)), "the role tool")
-        raise InvalidRequestError(f"{what} is not supported for DeepSeek-V4 yet")
+    for key in _LATER:
+        if message.get(key):
+            raise InvalidRequestError(f"{key} is not supported for DeepSeek-V4")
     if role not in _ROLES:
         raise InvalidRequestError(f"unknown role {role!r}: expected {', '.join(_ROLES)}")
-    for key, value in (("content", content or ""), ("reasoning_content", reasoning)):
+    for key, value in (("content", content), ("reasoning_content", reasoning)):
         if not isinstance(value, str):
             raise InvalidRequestError(f"{key} is {type(value).__name__}, expected a string")
+    calls, tools = message.get("tool_calls") or (), message.get("tools") or ()
+    if calls and role != "assistant":
+        raise InvalidRequestError(f"tool_calls is in a message of role {role}, not an assistant's")
+    if tools and role not in ("system", "developer"):
+        raise InvalidRequestError(f"tools is in a message of role {role}, not a system's")
     if role == "developer" and not content:
         raise InvalidRequestError("a developer message needs content")
-    return _Turn(role, content or "", reasoning, bool(message.get("wo_eos")))
+    if role == "tool":
+        ids: tuple[object, ...] = (message.get("tool_call_id"),)
+        return _Turn(role, dsml.result(content), call_ids=ids)
+    return _Turn(
+        role,
+        f"{content}\n\n{dsml.offer(tools)}" if tools else content,
+        reasoning,
+        bool(message.get("wo_eos")),
+        dsml.written(calls) if calls else "",
+        tuple(c.get("id") for c in calls),
+        bool(tools),
+    )
+
+
+def _in_order(turns: Sequence[_Turn]) -> list[_Turn]:
+    """What tools returned, in the order in which they were called, as a user's message."""
+    out: list[_Turn] = []
+    called: tuple[object, ...] = ()
+    for role, run in groupby(turns, key=lambda t: t.role):
+        found = list(run)
+        if role == "tool":
+            found.sort(key=lambda t: (*called, t.call_ids[0]).index(t.call_ids[0]))
+            found = [replace(t, role="user") for t in found]
+        called = found[-1].call_ids
+        out += found
+    return out
 
 
 def _joined(turns: Sequence[_Turn]) -> list[_Turn]:
@@ -173,81 +250,3 @@ def _joined(turns: Sequence[_Turn]) -> list[_Turn]:
 def _last_user(turns: Sequence[_Turn]) -> int:
     """Index of the last user or developer turn; -1 without one."""
     return max((i for i, t in enumerate(turns) if t.role in ("user", "developer")), default=-1)
-
-
-# -- answers ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer, or what one piece of it added: both parts as the model wrote them."""
-
-    reasoning: str
-    content: str
-
-
-class Parser:
-    """Takes an answer apart while it arrives, cut anywhere.
-
-    A text is held back only as long as it may be the beginning of a mark (`</think>`, the end of
-    the sentence, a tool call), so the parts stream with at most that delay, and no part of a mark
-    ever shows. Behind the end of the sentence everything is ignored. A thinking answer that was cut
-    off before `</think>` is all reasoning.
-    """
-
-    def __init__(self, *, thinking: bool) -> None:
-        self._reasons = thinking
-        self._held = ""
-        self._ended = False
-
-    def feed(self, piece: str) -> Answer:
-        """What became certain with this piece. Raises InvalidRequestError at a tool call."""
-        return self._take(piece, last=False)
-
-    def finish(self) -> Answer:
-        """What was still held back: no more will come."""
-        return self._take("", last=True)
-
-    def _take(self, piece: str, *, last: bool) -> Answer:
-        parts = {True: "", False: ""}
-        text = self._held + piece
-        while not self._ended:
-            marks = (END_THINK, EOS, _CALLS) if self._reasons else (EOS, _CALLS)
-            at, mark = min(((text.find(m), m) for m in marks if m in text), default=(-1, ""))
-            if at < 0:
-                keep = 0 if last else _overlap(text, marks)
-                parts[self._reasons] += text[: len(text) - keep]
-                self._held = text[len(text) - keep :]
-                break
-            parts[self._reasons] += text[:at]
-            text = text[at + len(mark) :]
-            if mark == _CALLS:
-                raise InvalidRequestError(
-                    "the answer calls a tool, which is not supported for DeepSeek-V4 yet"
-                )
-            self._ended = mark == EOS
-            self._reasons = False
-        if self._ended:
-            self._held = ""
-        return Answer(parts[True], parts[False])
-
-
-def parse(text: str, thinking: bool) -> Answer:
-    """A whole answer, without or with its end of sentence, taken apart.
-
-    Raises InvalidRequestError if it calls a tool.
-    """
-    parser = Parser(thinking=thinking)
-    first, rest = parser.feed(text), parser.finish()
-    return Answer(first.reasoning + rest.reasoning, first.content + rest.content)
-
-
-_CALLS = "\n\n" + TOOL_CALLS
-
-
-def _overlap(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of the marks."""
-    longest = min(max(map(len, marks)) - 1, len(text))
-    return next(
-        (n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0
-    )

@@ -1,10 +1,11 @@
-"""Texts that must be JSON: from a schema to the tokens that may come next.
+"""Texts that must be JSON, or calls of tools: from a schema to the tokens that may come next.
 
-`llguidance` reads the schema and follows the text; what it says is a mask over the vocabulary,
-which `sampling.process_logits` applies to the target's logits at every row of a block, each with
-the tokens before it. So speculation stays exact: the law that drafts are judged by is the masked
-one, a draft that breaks the grammar has probability zero there and is rejected, and the token that
-takes its place is drawn from the masked law, too. Drafters know nothing of it.
+`llguidance` reads a schema, or a grammar with schemas in it (`tool_calls.py`), and follows the
+text; what it says is a mask over the vocabulary, which `sampling.process_logits` applies to the
+target's logits at every row of a block, each with the tokens before it. So speculation stays exact:
+the law that drafts are judged by is the masked one, a draft that breaks the grammar has probability
+zero there and is rejected, and the token that takes its place is drawn from the masked law, too.
+Drafters know nothing of it.
 
 A grammar is a function of the text alone. Matchers, which have a state, are kept beside it for
 speed: the one that has read the longest part of a text reads on from there, and takes back what it
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from dspark.errors import InvalidRequestError, ResourceError
 from dspark.tokenizer import Tokenizer
+from dspark.tool_calls import SPACES
 
 log = logging.getLogger(__name__)
-SPACES = r"[ \n]{0,8}"
 MATCHERS = 64
 """Matchers kept for one grammar: texts in progress, more only cost time."""
 
@@ -72,19 +73,31 @@ class Grammars:
             eos_token=list(tokenizer.eos_ids),
         )
 
-    def json_schema(self, schema: Mapping[str, Any]) -> JsonGrammar:
+    def json_schema(self, schema: Mapping[str, Any]) -> TextGrammar:
         """Raises InvalidRequestError for a schema that is damaged or not supported."""
         try:
             text = self._matcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_pattern": SPACES}
             )
-            problem = self._matcher.validate_grammar(text, self._words)
         except (ValueError, TypeError, RecursionError) as e:
-            problem = str(e)
+            raise _unusable(e) from e
+        return self.lark(text)
+
+    def lark(self, text: str) -> TextGrammar:
+        """From Lark's notation, with JSON schemas in it. Raises InvalidRequestError if it cannot be
+        used."""
+        try:
+            problem = self._matcher.validate_grammar(text, self._words)
+        except ValueError as e:
+            raise _unusable(e) from e
         if problem and not problem.startswith("WARNING"):
-            first = " ".join(problem.split())[:300]
-            raise InvalidRequestError(f"the JSON schema cannot be used: {first}")
-        return JsonGrammar(lambda: self._matcher(self._words, text), self._size, self._eos)
+            raise _unusable(problem)
+        return TextGrammar(lambda: self._matcher(self._words, text), self._size, self._eos)
+
+
+def _unusable(problem: object) -> InvalidRequestError:
+    first = " ".join(str(problem).split())[:300]
+    return InvalidRequestError(f"the JSON schema cannot be used: {first}")
 
 
 @dataclass
@@ -95,7 +108,7 @@ class _Reader:
     text: list[int] = field(default_factory=list)
 
 
-class JsonGrammar:
+class TextGrammar:
     """Fulfils `types.Grammar`."""
 
     def __init__(self, start: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:

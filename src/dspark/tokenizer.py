@@ -16,16 +16,19 @@ other engines.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dspark import chat_template
+from dspark.answers import AnswerFormat
 from dspark.errors import CheckpointError, InvalidRequestError
+from dspark.tool_calls import HERMES
 
 _SPACE = "\u2581"
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
@@ -56,9 +59,11 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         chat: ChatEncoder | None = None,
+        answers: AnswerFormat | None = None,
     ) -> None:
         """`backend`: a `tokenizers.Tokenizer`; `special_tokens`: bos_token, ... for templates;
-        `chat`: what writes conversations where there is no template."""
+        `chat`: what writes conversations where there is no template; `answers`: how to read what
+        comes back, None: as the template teaches."""
         self._backend = backend
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
@@ -67,7 +72,12 @@ class Tokenizer:
         self._special = dict(special_tokens or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, t in added.items() if t.special)
+        teaches = HERMES.openings[0] in (chat_template or "")
+        self.answers = answers or AnswerFormat(calls=HERMES if teaches else None)
+        visible = self.answers.tokens
+        self._special_ids = frozenset(
+            i for i, t in added.items() if t.special and t.content not in visible
+        )
         self._added_ids = frozenset(added)
         self._byte_level = "ByteLevel" in str(backend.decoder or "")
         self._bytes: dict[int, bytes] = {}
@@ -137,8 +147,6 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a conversation. Raises InvalidRequestError without a template, or if
         the template refuses the messages."""
-        import jinja2
-
         if self._template is None and self._chat is not None:
             try:
                 return self._chat(messages, **variables)
@@ -152,10 +160,7 @@ class Tokenizer:
             if not isinstance(m, Mapping) or "role" not in m or "content" not in m:
                 given = sorted(m) if isinstance(m, Mapping) else type(m).__name__
                 raise InvalidRequestError(f"a message needs role and content, got {given}")
-        try:
-            template = _compiled(self._template)
-        except jinja2.TemplateSyntaxError as e:
-            raise CheckpointError(f"the model's chat template is damaged: {e}") from e
+        template = chat_template.compiled(self._template)
         # Templates test these two with `is not none`, which an undefined name passes.
         defaults = {"tools": None, "documents": None}
         try:
@@ -168,11 +173,26 @@ class Tokenizer:
         except Exception as e:  # a template is a program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {e}") from e
 
+    @functools.cached_property
+    def chat_options(self) -> frozenset[str]:
+        """Names that the chat format reads, besides the messages: `tools`, `thinking`, ..."""
+        if self._template is None:
+            parameters = inspect.signature(self._chat or (lambda: None)).parameters.values()
+            return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        own = {"messages", "add_generation_prompt", *self._special}
+        return chat_template.variables(self._template) - own
+
     # -- where it comes from -------------------------------------------------------------------
 
     @classmethod
-    def from_directory(cls, directory: Path, chat: ChatEncoder | None = None) -> Tokenizer:
-        """From a Hugging Face directory; `chat` as in `Tokenizer`. Raises CheckpointError."""
+    def from_directory(
+        cls,
+        directory: Path,
+        chat: ChatEncoder | None = None,
+        answers: AnswerFormat | None = None,
+    ) -> Tokenizer:
+        """From a Hugging Face directory; `chat` and `answers` as in `Tokenizer`. Raises
+        CheckpointError."""
         from tokenizers import Tokenizer as Backend
 
         path = directory / "tokenizer.json"
@@ -214,6 +234,7 @@ class Tokenizer:
             chat_template=template,
             special_tokens=special,
             chat=chat,
+            answers=answers,
         )
 
     @classmethod
@@ -329,39 +350,6 @@ def _byte_of_char() -> dict[str, int]:
     others = [b for b in range(256) if b not in printable]
     pairs = [(chr(b), b) for b in printable] + [(chr(256 + n), b) for n, b in enumerate(others)]
     return dict(pairs)
-
-
-@functools.cache
-def _compiled(template: str) -> Any:
-    """The template in a sandbox, with the functions that Hugging Face's templates expect."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks the assistant's text for training; here it only groups."""
-
-        tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)  # jinja's own escapes HTML
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
-    return environment.from_string(template)
 
 
 def _json(path: Path) -> dict[str, Any]:
