@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from dspark.train.config import build
 from dspark.train.distributed import Group
+from dspark.train.v4.pretrain import PretrainConfig, make_loop
 from tests.train.tiny_runs import run, trainer
 
 
@@ -19,7 +21,9 @@ def main() -> None:
     torch.set_num_threads(1)
     group = Group.join(torch.device("cpu"))
     assert group.world == 2
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    tower, *jobs = json.loads(Path(sys.argv[1]).read_text())
+    make_loop(build(PretrainConfig, tower), group).run()
+    for job in jobs:
         for _ in range(2):
             made = trainer(run(Path(job["out"]), job["form"], **job["train"]), group)
             # Process 1 alone is told to stop at step 4: both have to. Then they go on.
