@@ -228,6 +228,10 @@ def test_each_load_has_its_own_verdict() -> None:
         if gate.should_draft(32):
             gate.observe(32, predicted=64, emitted=64, spent_ms=30, plain_ms=10)
     assert not gate.should_draft(32) and gate.should_draft(1) and gate.should_draft(8)
+    assert not gate.should_draft(64), "a larger load begins as the smaller one rests"
+    for _ in range(2 * FIRST_WAIT):
+        gate.observe_plain(64)
+    assert gate.should_draft(64), "and is tried later"
 
 
 def test_the_gate_trusts_what_is_emitted_over_what_was_predicted() -> None:

@@ -16,7 +16,9 @@ What noise is left is luck in acceptance. So tokens are counted as *predicted* t
 of emitted to predicted, which has the same mean and much less noise.
 
 Gain depends on the load, so each power of two of requests has its own state: going from 1 user to
-32 and back asks no one to learn anew.
+32 and back asks no one to learn anew. It falls with the load, on every machine, because rows that
+were nearly free beside one another begin to cost: so a load that is met for the first time begins
+plainly where the next smaller one that is known rests.
 
     drafting --(gain below CLOSE after enough rounds)--> plain, for `wait` rounds
     plain    --(waited)--> probing: some drafting rounds with fresh sums
@@ -81,7 +83,13 @@ class Gate:
         self._predicted = self._emitted = 0.0
 
     def lane(self, requests: int) -> Lane:
-        return self.lanes.setdefault(max(requests, 1).bit_length(), Lane())
+        level = max(requests, 1).bit_length()
+        if level not in self.lanes:
+            lane = self.lanes[level] = Lane()
+            smaller = max((known for known in self.lanes if known < level), default=None)
+            if smaller is not None and self.lanes[smaller].mode == "plain":
+                self._close(lane)
+        return self.lanes[level]
 
     def should_draft(self, requests: int) -> bool:
         """Whether the coming round of `requests` drafts. Asking changes nothing."""
@@ -131,7 +139,8 @@ class Gate:
         elif lane.rounds >= FORGIVEN:
             lane.wait, lane.rounds = FIRST_WAIT // 2, MIN_ROUNDS
 
-    def _close(self, lane: Lane) -> None:
+    @staticmethod
+    def _close(lane: Lane) -> None:
         lane.wait = min(2 * lane.wait, LONGEST_WAIT)
         lane.switches -= lane.mode == "probing"  # a failed probe is no switch
         lane.enter("plain")
