@@ -66,7 +66,8 @@ def accept(
     rng         the request's accepting stream; greedy takes nothing from it, sampling one uniform
                 for every token tested or drawn (one-hot drafts: one for every token emitted)
 
-    Returns accepted + 1 tokens (a coupled one is never among the accepted), with log-probabilities of the raw logits if `params` wants them.
+    Returns accepted + 1 tokens, of which a coupled one is always the last, with log-probabilities
+    of the raw logits if `params` wants them.
     """
     verified = logits.shape[0] - 1
     assert verified <= len(draft) <= verified + 1, "one row for each draft token, perhaps one more"

@@ -27,6 +27,7 @@ from tests.engine.oracle import (
     play,
     request,
 )
+from tests.engine.table import V, table
 from tests.tiny import target
 
 PROMPT = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6)
@@ -148,12 +149,6 @@ def test_seeds_differ_and_so_do_requests_without_one(model: Decoder, name: str) 
 
 
 # -- distributions ---------------------------------------------------------------------------------
-
-V = 8
-
-
-def table(seed: int, scale: float) -> Tensor:
-    return torch.randn(V, V, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def joint_law(logits_V_V: Tensor, first: int) -> np.ndarray:

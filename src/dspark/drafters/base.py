@@ -80,6 +80,8 @@ class Drafter(ABC):
     stands in for them leaves no trace: the true rows follow, or those of another continuation."""
     patient: bool = False
     """Rows may reach `observe` late and in lumps, `verified` and `accepted` left out."""
+    failures: int = 0
+    """Errors that it survived on its own."""
     cap: int = 8
     """Longest block it drafts; 0: it never does. What drafting costs is told by this."""
     feature_layers: tuple[int, ...] = ()

@@ -3,8 +3,9 @@
 One parallel pass over the blocks of all sequences gives hidden states and base logits; then the
 sequential stage walks all blocks from left to right, slot by slot, adding the head's bias and
 drawing. A block may be shorter than the trained one. Known tokens that have no context row yet
-(`DraftContext.unseen`) enter in front of the block as embeddings. The weights run in the target's arithmetic
-(integer kernels beside an int8 target), the output head and the embedding are the target's own.
+(`DraftContext.unseen`) enter in front of the block as embeddings. The weights run in the target's
+arithmetic (integer kernels beside an int8 target), the output head and the embedding are the
+target's own.
 
 Shape suffixes as in `layers.py`; V tokens that can be drafted, C candidates.
 """

@@ -32,13 +32,21 @@ class Failsafe(Drafter):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.cap, self.feature_layers = inner.cap, inner.feature_layers
-        self.failures = 0
+        self._failures = 0
         self._lost: set[int] = set()
         self._backlog = Backlog()
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+    @property
+    def failures(self) -> int:  # type: ignore[override]
+        return self._failures + self.inner.failures
+
+    def known(self, contexts: Sequence[DraftContext]) -> list[DraftContext]:
+        """Those that `inner` may be asked about: it has been told of all their rows."""
         self._tell(list(self._backlog.waiting))
-        known = [c for c in contexts if c.slot not in self._lost]
+        return [c for c in contexts if c.slot not in self._lost]
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        known = self.known(contexts)
         try:
             found = self.inner.propose(known) if known else []
             drafts = dict(zip((c.slot for c in known), found, strict=True))
@@ -100,8 +108,8 @@ class Failsafe(Drafter):
             self._failed("release", e)
 
     def _failed(self, where: str, error: Exception) -> None:
-        self.failures += 1
-        if self.failures == 1:
+        self._failures += 1
+        if self._failures == 1:
             log.warning(
                 "the drafter failed in %s (%s: %s): requests go on without drafts where it does;"
                 " further failures are counted and not reported",
