@@ -11,6 +11,7 @@ belongs to one thread; a server puts it into one of its own.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,12 +37,10 @@ from dspark.schedule.scheduler import Scheduler
 from dspark.schedule.worth import expected_gain
 from dspark.types import Chunk, Grammar, Output, Request, Round, SamplingParams
 
-Message = Mapping[str, str]
-"""{"role": "system" | "user" | "assistant", "content": text}"""
+Message = Mapping[str, Any]
+"""{"role": "system" | "user" | "assistant", "content": text}; more where the model knows it."""
 Prompt = str | Sequence[int]
 """Raw text (no chat template), or token ids."""
-
-
 Key = tuple[str, int | None]
 """Name and block length of a drafter."""
 
@@ -92,7 +91,6 @@ class LLM:
         self.target = build_target(checkpoint, choice, num_slots=max_users, max_context=max_context)
         self.last_output: Output | None = None
         self._count = 0
-        self._grammars: Grammars | None = None
         self._carried = checkpoint.carried
         self._verify, self._prefix_reuse = verify, prefix_reuse
         self._drafters: dict[Key, Drafter] = {}
@@ -259,23 +257,25 @@ class LLM:
 
     # -- prompts -------------------------------------------------------------------------------
 
-    def encode_prompt(self, prompt: str | Sequence[Message], raw: bool = False) -> tuple[int, ...]:
-        """Token ids of a conversation, of one user turn, or with `raw` of text as it stands."""
+    def encode_prompt(
+        self, prompt: str | Sequence[Message], raw: bool = False, **options: Any
+    ) -> tuple[int, ...]:
+        """Ids of a conversation or one user turn, written with `options`, or of `raw` text."""
         if isinstance(prompt, str):
             if raw:
                 return tuple(self.tokenizer.encode(prompt, add_special=True))
             prompt = [{"role": "user", "content": prompt}]
-        return tuple(self.tokenizer.encode_chat([dict(m) for m in prompt]))
+        return tuple(self.tokenizer.encode_chat([dict(m) for m in prompt], **options))
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Makes what `SamplingParams.grammar` holds a text to. May be used in any thread. Raises
+        ResourceError without the package llguidance."""
+        return Grammars(self.tokenizer, self.target.vocab_size)
 
     def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
-        """For `SamplingParams.grammar`: texts that fit a JSON schema; None: any JSON object.
-
-        May be called in any thread. Raises InvalidRequestError for a schema that cannot be used,
-        ResourceError without the package llguidance.
-        """
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.target.vocab_size)
-        return self._grammars.json_schema({"type": "object"} if schema is None else schema)
+        """Texts that fit a JSON schema, by `grammars`; None: any JSON object."""
+        return self.grammars.json_schema({"type": "object"} if schema is None else schema)
 
     def _ids(self, prompt: Prompt | Sequence[Message]) -> tuple[int, ...]:
         if isinstance(prompt, str):
