@@ -132,23 +132,32 @@ class Draft:
                 proposal was deterministic, that is, q is one-hot at the token.
     confidence  [k] fp32, the drafter's own probability that token i survives given that those
                 before it did (paper, eq. 7); None when the drafter has no such head.
+    others      k ids, the drafter's second guess at each place, or none if it was not asked: what
+                a block may be prepared behind in case the first guess fails. They are no draft.
     """
 
     tokens: tuple[int, ...] = ()
     probs: Tensor | None = None
     confidence: Tensor | None = None
+    others: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def truncated(self, length: int) -> Draft:
         """The first `length` tokens; what the scheduler decided to verify."""
-        if length >= len(self.tokens):
-            return self
+        return self if length >= len(self.tokens) else self._part(slice(length))
+
+    def behind(self, length: int) -> Draft:
+        """What follows the first `length` tokens."""
+        return self._part(slice(length, None))
+
+    def _part(self, part: slice) -> Draft:
         return Draft(
-            self.tokens[:length],
-            None if self.probs is None else self.probs[:length],
-            None if self.confidence is None else self.confidence[:length],
+            self.tokens[part],
+            None if self.probs is None else self.probs[part],
+            None if self.confidence is None else self.confidence[part],
+            self.others[part],
         )
 
 
@@ -193,6 +202,19 @@ class Chunk:
     """The drafter guessed this token and the target accepted it."""
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a lane did for a while, in seconds of `time.perf_counter`.
+
+    kind: `verify` is a pass of the target; the others are drafting: `fresh` from true features,
+    `hit` ahead and used, `miss` ahead and not.
+    """
+
+    kind: Literal["verify", "fresh", "hit", "miss"]
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)

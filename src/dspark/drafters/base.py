@@ -43,6 +43,7 @@ class DraftContext:
     rng        the request's drafting stream, independent of the one that accepts
     unseen     tokens right in front of the anchor of which `observe` has not told yet, because the
                target is running them; only drafters that draft `ahead` are given any
+    others     second guesses are wanted, too (`Draft.others`); they may be left out
     """
 
     slot: int
@@ -51,6 +52,7 @@ class DraftContext:
     max_tokens: int
     rng: np.random.Generator
     unseen: int = 0
+    others: bool = False
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ class BlockDrafter(Drafter):
         previous = [c.tokens[-1] for c in contexts]
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
+        others: list[list[int]] = [[] for _ in contexts]
         before: list[Tensor] = []
         state = None
         for h_BD, logits_BV in zip(h_BKD.unbind(1), base_BKV.unbind(1), strict=True):
@@ -141,6 +142,8 @@ class BlockDrafter(Drafter):
                 tokens[b].append(previous[b])
                 if q is not None:
                     probs[b].append(q)
+                if c.others:
+                    others[b].append(words.second(logits_BV[b], column))
         c_BK = None
         if (
             model.confidence_head is not None
@@ -152,6 +155,7 @@ class BlockDrafter(Drafter):
                 tuple(tokens[b]),
                 words.spread(probs[b]) if probs[b] else None,
                 None if c_BK is None else c_BK[b],
+                tuple(others[b]),
             ).truncated(c.max_tokens)
             for b, c in enumerate(contexts)
         ]

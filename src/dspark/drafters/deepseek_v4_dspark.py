@@ -144,6 +144,7 @@ class V4DSparkDrafter(Drafter):
         previous = [c.tokens[-1] for c in contexts]
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
+        others: list[list[int]] = [[] for _ in contexts]
         for i in range(max(rooms)):
             active = [b for b, room in enumerate(rooms) if room > i]
             rows = [base_NV[first[b] + i] for b in active]
@@ -157,10 +158,12 @@ class V4DSparkDrafter(Drafter):
                 tokens[b].append(previous[b])
                 if q is not None:
                     probs[b].append(q)
+                if c.others:
+                    others[b].append(self._vocabulary.second(logits_V, previous[b]))
         sure = self._sure(contexts, tokens, x_ND, first)
         return [
-            Draft(tuple(t), torch.stack(q) if q else None, confident)
-            for t, q, confident in zip(tokens, probs, sure, strict=True)
+            Draft(tuple(t), torch.stack(q) if q else None, confident, tuple(o))
+            for t, q, confident, o in zip(tokens, probs, sure, others, strict=True)
         ]
 
     def _sure(

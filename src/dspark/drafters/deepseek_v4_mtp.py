@@ -106,6 +106,7 @@ class V4MtpDrafter(Drafter):
         """One draft for each context, of `cap` tokens where there is room."""
         drafts: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
+        others: list[list[int]] = [[] for _ in contexts]
         self.stages.check(contexts, behind=2)
         rooms = [c.unseen + min(self.cap, c.max_tokens) if self.cap else 0 for c in contexts]
         rows = [len(c.tokens) - 2 - c.unseen for c in contexts]
@@ -131,9 +132,11 @@ class V4MtpDrafter(Drafter):
                 drafts[b].append(last[b])
                 if q is not None:
                     probs[b].append(q)
+                if c.others:
+                    others[b].append(self._vocabulary.second(logits_V, last[b]))
         return [
-            Draft(tuple(t), torch.stack(q) if q else None)
-            for t, q in zip(drafts, probs, strict=True)
+            Draft(tuple(t), torch.stack(q) if q else None, others=tuple(o))
+            for t, q, o in zip(drafts, probs, others, strict=True)
         ]
 
     def _inputs(self, states: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -104,6 +104,7 @@ class MtpDrafter(Drafter):
         words = self._vocabulary
         tokens: list[list[int]] = [[] for _ in contexts]
         probs: list[list[Tensor]] = [[] for _ in contexts]
+        others: list[list[int]] = [[] for _ in contexts]
         hidden_BD, last = self._waiting[slots], [c.tokens[-1 - c.unseen] for c in contexts]
         for step in range(steps):
             x_BD = self._inputs(hidden_BD, last)
@@ -124,11 +125,13 @@ class MtpDrafter(Drafter):
                 tokens[b].append(last[b])
                 if q is not None:
                     probs[b].append(q)
+                if c.others:
+                    others[b].append(words.second(logits_BV[b], column))
             if step + 1 < steps:
                 self._write(x_BD, slots, at)
         return [
-            Draft(tuple(t), words.spread(q) if q else None)
-            for t, q in zip(tokens, probs, strict=True)
+            Draft(tuple(t), words.spread(q) if q else None, others=tuple(o))
+            for t, q, o in zip(tokens, probs, others, strict=True)
         ]
 
     def _inputs(self, hidden_ND: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -54,6 +54,12 @@ class Vocabulary:
         q = distribution(logits[None].float(), params)[0]
         return draw(q, rng.random()), q
 
+    def second(self, logits: Tensor, column: int) -> int:
+        """The best token of logits [V'] beside the one in `column`."""
+        rest = logits.clone()
+        rest[column] = -torch.inf
+        return self.token(argmax(rest[None])[0])
+
     def spread(self, rows: list[Tensor]) -> Tensor:
         """q over the drafted part, k rows [V'] -> [k, V] over the whole vocabulary."""
         q = torch.stack(rows)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -47,6 +47,9 @@ class Lane(Drafter):
 
     restarts: int = 0
     """How often the lane died and was begun anew."""
+
+    on_work: Callable[[Ticket, float, float], None] | None = None
+    """Called with the beginning and end of the work on a batch, also of one that was dropped."""
 
     @abstractmethod
     def ask(self, batches: Sequence[Sequence[DraftContext]]) -> list[Ticket]:
@@ -100,6 +103,8 @@ class InlineLane(Lane):
         self._count += 1
         answer = Answer(drafts, started, time.perf_counter())
         self._answers[self._count] = answer, contexts, copies
+        if self.on_work is not None and copies:
+            self.on_work(self._count, answer.started, answer.ended)
         return self._count
 
     def take(self, ticket: Ticket) -> Answer | None:

@@ -10,7 +10,6 @@ by the end of the pipe.
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections.abc import Sequence
@@ -97,7 +96,7 @@ class Child:
         rng = np.random.Generator(np.random.Philox(0))
         if w.rng is not None:
             rng.bit_generator.state = w.rng
-        return DraftContext(w.slot, tokens, w.params, w.max_tokens, rng, w.unseen)
+        return DraftContext(w.slot, tokens, w.params, w.max_tokens, rng, w.unseen, w.others)
 
     def _guess(self, draft: Draft, context: DraftContext, wish: wire.Wish) -> wire.Guess:
         law, vocab = None, 0
@@ -107,9 +106,9 @@ class Child:
                 self._law_end = 0
             law, self._law_end = self._law_end, self._law_end + size
             self._laws.write(law, draft.probs.detach().float().cpu().contiguous())
-        moved: Any = copy.deepcopy(context.rng.bit_generator.state)
         sure = None if draft.confidence is None else draft.confidence.tolist()
-        return wire.Guess(draft.tokens, law, vocab, sure, None if wish.rng is None else moved)
+        moved: Any = None if wish.rng is None else context.rng.bit_generator.state
+        return wire.Guess(draft.tokens, law, vocab, sure, draft.others, moved)
 
     def _send(self, message: object) -> None:
         self._pipe.send(message)

@@ -244,6 +244,8 @@ class ProcessLane(Lane):
     def _drafted(self, message: wire.Drafted) -> None:
         asked = self._asked.pop(message.ticket)
         self.failures = self._failed_before + message.failures
+        if self.on_work is not None and message.guesses:
+            self.on_work(message.ticket, message.started, message.ended)
         if message.ticket in self._dropped:
             self._dropped.discard(message.ticket)
             return
@@ -264,7 +266,7 @@ class ProcessLane(Lane):
         if guess.law is not None:
             law = self._laws.read(guess.law, len(guess.tokens), guess.vocab).clone()
         sure = None if guess.confidence is None else torch.tensor(guess.confidence)
-        return Draft(guess.tokens, law, sure)
+        return Draft(guess.tokens, law, sure, guess.others)
 
     # -- what it is told -------------------------------------------------------------------------
 
@@ -356,6 +358,7 @@ def _wish(c: DraftContext) -> wire.Wish:
         c.max_tokens,
         None if p.is_greedy else dict(c.rng.bit_generator.state),
         c.unseen,
+        c.others,
     )
 
 

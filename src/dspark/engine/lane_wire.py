@@ -64,6 +64,7 @@ class Wish:
     rng: dict[str, Any] | None
     """State of the drafting stream; None where nothing is drawn."""
     unseen: int
+    others: bool
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Guess:
     law: int | None
     vocab: int
     confidence: list[float] | None
+    others: tuple[int, ...]
     rng: dict[str, Any] | None
 
 

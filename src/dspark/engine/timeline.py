@@ -1,0 +1,34 @@
+"""What both lanes did when, for a picture of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dspark.types import Span
+
+
+class Timeline:
+    """Collects spans while it hangs on an engine; a draft's kind is known behind its verdict."""
+
+    def __init__(self) -> None:
+        self._verified: list[Span] = []
+        self._drafted: list[tuple[int, float, float]] = []
+        self._kinds: dict[int, Literal["hit", "miss"]] = {}
+
+    def verified(self, start: float, end: float) -> None:
+        """A pass of the target."""
+        self._verified.append(Span("verify", start, end))
+
+    def drafted(self, ticket: int, start: float, end: float) -> None:
+        """The lane worked on a batch."""
+        self._drafted.append((ticket, start, end))
+
+    def name(self, ticket: int, kind: Literal["hit", "miss"]) -> None:
+        """A batch was drafted ahead, and used or not."""
+        self._kinds[ticket] = kind
+
+    @property
+    def spans(self) -> list[Span]:
+        """By their beginnings."""
+        drafted = [Span(self._kinds.get(t, "fresh"), a, b) for t, a, b in self._drafted]
+        return sorted([*self._verified, *drafted], key=lambda s: s.start)
