@@ -51,8 +51,10 @@ def compiled(template: str) -> Any:
 
 
 def variables(template: str) -> frozenset[str]:
-    """The names that a template reads and does not set. Raises CheckpointError."""
+    """The names that a template reads, and neither it nor the sandbox sets. Raises
+    CheckpointError."""
     from jinja2 import meta
 
     environment = compiled(template).environment
-    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    found = meta.find_undeclared_variables(environment.parse(template))
+    return frozenset(found - set(environment.globals))

@@ -182,6 +182,11 @@ class Tokenizer:
         own = {"messages", "add_generation_prompt", *self._special}
         return chat_template.variables(self._template) - own
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat format offers tools, in a way whose calls can be read."""
+        return self.answers.calls is not None and "tools" in self.chat_options
+
     # -- where it comes from -------------------------------------------------------------------
 
     @classmethod

@@ -24,8 +24,10 @@ import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from dspark import deepseek_v4_chat
 from dspark.drafters.none import NoDrafter
 from dspark.engine.engine import Engine
+from dspark.grammar import Grammars
 from dspark.llm import LLM
 from dspark.models.target import Batch, TargetOutput
 from dspark.server.app import Settings, create_app
@@ -37,6 +39,13 @@ from tests.tiny import oracle
 
 EOS = 256
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>\n"
+    "{% endfor %}{% endfor %}{{ mood }}"
+)
+"""In the manner of Qwen's."""
 
 
 def byte_backend() -> Backend:
@@ -51,21 +60,32 @@ def byte_backend() -> Backend:
     return backend
 
 
-def tiny_directory(path: Path) -> Path:
+def v4_tokenizer() -> Tokenizer:
+    """DeepSeek-V4's chat format over bytes: its marks are text here."""
+    chat = deepseek_v4_chat.encoder("preview")
+    return Tokenizer(byte_backend(), eos_ids=(EOS,), chat=chat, answers=deepseek_v4_chat.FORMAT)
+
+
+def tiny_directory(path: Path, template: str = TEMPLATE, **config: Any) -> Path:
     """A tiny random Llama over bytes, as a Hugging Face directory."""
-    model = oracle("llama", eos_token_id=EOS)
+    model = oracle("llama", eos_token_id=EOS, **config)
     with torch.no_grad():
         model.lm_head.weight *= 3
     model.save_pretrained(path)
     byte_backend().save(str(path / "tokenizer.json"))
-    settings = {"eos_token": "<eos>", "chat_template": TEMPLATE}
+    settings = {"eos_token": "<eos>", "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 
 
-def tiny_llm(path: Path, max_users: int = 4) -> LLM:
+def tiny_llm(path: Path, max_users: int = 4, max_context: int = 256) -> LLM:
     llm = LLM(
-        str(path), dtype="int8", drafter="ngram", threads=1, max_context=256, max_users=max_users
+        str(path),
+        dtype="int8",
+        drafter="ngram",
+        threads=1,
+        max_context=max_context,
+        max_users=max_users,
     )
     llm.model_name = "tiny"
     return llm
@@ -99,9 +119,11 @@ class Scripted:
         slots: int = 2,
         context: int = 256,
         seconds: float = 0.0,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.model_name = "scripted"
-        self.tokenizer = Tokenizer(byte_backend(), eos_ids=(EOS,), chat_template=TEMPLATE)
+        plain = Tokenizer(byte_backend(), eos_ids=(EOS,), chat_template=TEMPLATE)
+        self.tokenizer = tokenizer or plain
         inner = ScriptedTarget(text, len(prompt), num_slots=slots, max_context=context)
         self.target = Slow(inner, seconds)
         if right is None:
@@ -112,13 +134,17 @@ class Scripted:
             drafter = OracleDrafter({tuple(prompt): tuple(text)}, block, right)
         self.engine = Engine(self.target, drafter, self.tokenizer)
 
+    @property
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.target.vocab_size)
+
     def plain_speed(self) -> float:
         return 50.0
 
-    def encode_prompt(self, prompt: Any, raw: bool = False) -> tuple[int, ...]:
+    def encode_prompt(self, prompt: Any, raw: bool = False, **options: Any) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
-        return tuple(self.tokenizer.encode_chat(prompt))
+        return tuple(self.tokenizer.encode_chat(prompt, **options))
 
 
 @dataclass

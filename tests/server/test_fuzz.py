@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dspark.llm import LLM
 from dspark.server.schema import NOT_YET, ChatRequest, CompletionRequest
 from tests.server.served import Running
 
@@ -19,6 +21,30 @@ ANY = st.recursive(
 )
 TEXT = st.text(st.characters(codec=None), max_size=12)
 IDS = st.lists(st.integers(-2, 300), max_size=6)
+NAME = st.sampled_from(["f", "g"])
+CALL = st.fixed_dictionaries(
+    {
+        "id": st.sampled_from(["a", "b"]),
+        "function": st.fixed_dictionaries(
+            {"name": NAME, "arguments": st.sampled_from(["", "{}", '{"a": [1]}', "[", "NaN"])}
+        ),
+    }
+)
+KINDS = st.sampled_from(
+    [
+        {"type": "string"}, {"enum": ["x", 'y"']}, {"type": "integer"}, {"type": "odd"}, {},
+        {"$ref": "#"}, {"pattern": "("}, {"anyOf": [{"type": "null"}]}, {"const": "\ud800"},
+    ]
+)  # fmt: skip
+SCHEMA = st.fixed_dictionaries(
+    {"type": st.sampled_from(["object", "object", "array"])},
+    optional={
+        "properties": st.dictionaries(TEXT, KINDS | ANY, max_size=3),
+        "required": st.lists(TEXT, max_size=2) | ANY,
+        "additionalProperties": st.booleans(),
+        "anyOf": ANY,
+    },
+)
 NEAR: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["tiny", "x"]),
     "max_tokens": st.integers(-1, 6),
@@ -51,9 +77,43 @@ NEAR: dict[str, st.SearchStrategy[Any]] = {
             {
                 "role": st.sampled_from(["system", "user", "assistant", "developer", "tool"]),
                 "content": TEXT | st.none() | ANY,
-            }
+            },
+            optional={
+                "tool_calls": st.lists(CALL | ANY, max_size=2),
+                "tool_call_id": st.sampled_from(["a", "b"]),
+                "reasoning_content": TEXT,
+            },
         ),
         max_size=3,
+    ),
+    "tools": st.lists(
+        unique_by=lambda tool: tool["function"]["name"],
+        elements=st.fixed_dictionaries(
+            {
+                "type": st.just("function"),
+                "function": st.fixed_dictionaries(
+                    {"name": NAME},
+                    optional={
+                        "parameters": SCHEMA | SCHEMA | ANY,
+                        "strict": st.booleans(),
+                        "description": TEXT,
+                    },
+                ),
+            }
+        ),
+        max_size=2,
+    ),
+    "tool_choice": st.sampled_from(["none", "auto", "required"])
+    | st.fixed_dictionaries(
+        {"type": st.just("function"), "function": st.fixed_dictionaries({"name": NAME})}
+    ),
+    "parallel_tool_calls": st.booleans(),
+    "response_format": st.just({"type": "json_object"}),
+    "reasoning_effort": st.sampled_from(["none", "low", "max", "huge"]),
+    "chat_template_kwargs": st.dictionaries(
+        st.sampled_from(["thinking", "enable_thinking", "drop_thinking", "mood", "range"]),
+        st.booleans() | ANY,
+        max_size=2,
     ),
 }
 FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *NOT_YET, "bogus"})
@@ -74,21 +134,24 @@ def bodies(draw: st.DrawFn) -> Any:
     return body
 
 
-@given(
-    path=st.sampled_from(["/v1/chat/completions", "/completions", "/tokenize", "/v1/detokenize"]),
-    body=bodies(),
-)
-@settings(
-    max_examples=250,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-def test_no_request_makes_a_500(shared: Running, path: str, body: Any) -> None:
-    import json
+@st.composite
+def chats(draw: st.DrawFn) -> Any:
+    """A chat with tools, nearly right."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 12}
+    body["tools"] = draw(NEAR["tools"])
+    names = ("tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "n",
+             "chat_template_kwargs", "stream", "stop", "messages", "logit_bias")  # fmt: skip
+    for name in draw(st.lists(st.sampled_from(names), max_size=4)):
+        body[name] = draw(NEAR[name])
+    return body
 
+
+LIGHT = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+def check(server: Running, path: str, body: Any) -> None:
     # ASCII with escapes, so that halves of surrogate pairs travel, and NaN as Python writes it.
-    answer = shared.http.post(
+    answer = server.http.post(
         path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
     )
     assert answer.status_code in (200, 400, 404), answer.text
@@ -99,5 +162,21 @@ def test_no_request_makes_a_500(shared: Running, path: str, body: Any) -> None:
         assert '"error"' not in answer.text and answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_nothing_was_left_behind(shared: Running) -> None:
+@given(
+    path=st.sampled_from(["/v1/chat/completions", "/completions", "/tokenize", "/v1/detokenize"]),
+    body=bodies(),
+)
+@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=LIGHT)
+def test_no_request_makes_a_500(shared: Running, path: str, body: Any) -> None:
+    check(shared, path, body)
+
+
+@given(body=chats())
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=LIGHT)
+def test_no_chat_with_tools_does(tooled: tuple[Running, LLM], body: Any) -> None:
+    check(tooled[0], "/v1/chat/completions", body)
+
+
+def test_nothing_was_left_behind(shared: Running, tooled: tuple[Running, LLM]) -> None:
     shared.idle()
+    tooled[0].idle()

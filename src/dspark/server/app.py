@@ -11,9 +11,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,6 +26,7 @@ from dspark.server import errors
 from dspark.server.answer import Answer, unless_gone
 from dspark.server.errors import ApiError, Json
 from dspark.server.guard import Guard
+from dspark.server.messages import plain
 from dspark.server.metrics import Metrics, Report
 from dspark.server.replies import Chat, Completion, Reply
 from dspark.server.schema import (
@@ -35,6 +37,7 @@ from dspark.server.schema import (
     TokenizeRequest,
 )
 from dspark.server.sse import EventStream
+from dspark.server.turns import Turn, turn_of
 from dspark.server.web import Page
 from dspark.server.worker import Done, Model, Worker
 from dspark.types import Grammar
@@ -137,10 +140,12 @@ class _Routes:
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         arrived = time.perf_counter()
         model = self._model(body.model)
-        messages = [m.plain() for m in body.messages]
-        _check_length(model, "messages", [sum(len(m["content"]) for m in messages)])
-        ids = await asyncio.to_thread(model.encode_prompt, messages)
-        return await self._generate(request, body, [ids], "messages", arrived)
+        turn = turn_of(body, model.tokenizer)
+        _check_length(model, "messages", [_characters([turn.messages, turn.options])])
+        ids = await asyncio.to_thread(model.encode_prompt, turn.messages, **turn.options)
+        grammar = await _grammar(model, body, turn)
+        reply = partial(Chat, turn=turn)
+        return await self._generate(request, body, [ids], "messages", arrived, reply, grammar)
 
     async def completion(self, request: Request, body: CompletionRequest) -> Response:
         arrived = time.perf_counter()
@@ -152,7 +157,8 @@ class _Routes:
             )
         _check_length(model, "prompt", [len(p) for p in prompts if isinstance(p, str)])
         ids = await asyncio.to_thread(lambda: [_ids(model, p) for p in prompts])
-        return await self._generate(request, body, ids, "prompt", arrived)
+        grammar = await _grammar(model, body)
+        return await self._generate(request, body, ids, "prompt", arrived, Completion, grammar)
 
     async def _generate(
         self,
@@ -161,10 +167,11 @@ class _Routes:
         prompts: Sequence[tuple[int, ...]],
         field: str,
         arrived: float,
+        kind: Callable[..., Reply],
+        grammar: Grammar | None,
     ) -> Response:
         model = self._worker.ready()
         context = model.engine.target.max_context
-        grammar = await _grammar(model, body.answer_schema)
         wanted = []
         for ids in prompts:
             if len(ids) >= context:
@@ -180,9 +187,7 @@ class _Routes:
             raise ApiError(
                 400, f"{len(wanted)} texts at once are more than this server queues", param="n"
             )
-        kind: type[Reply]
-        kind, name = (Chat, "chatcmpl-") if field == "messages" else (Completion, "cmpl-")
-        name += uuid.uuid4().hex
+        name = ("chatcmpl-" if field == "messages" else "cmpl-") + uuid.uuid4().hex
         logprobs = wanted[0][1].logprobs is not None
         reply = kind(
             name,
@@ -261,8 +266,8 @@ class _Routes:
     async def tokenize(self, body: TokenizeRequest) -> Response:
         model = self._model(body.model)
         if body.messages is not None:
-            prompt: Any = [m.plain() for m in body.messages]
-            _check_length(model, "messages", [sum(len(m["content"]) for m in prompt)])
+            prompt = plain(body.messages)
+            _check_length(model, "messages", [_characters(prompt)])
             ids = await asyncio.to_thread(model.encode_prompt, prompt)
         else:
             special = body.add_special_tokens is not False
@@ -301,6 +306,7 @@ class _Routes:
                 "version": __version__,
                 "model": model.model_name,
                 "drafter": model.drafter_name,
+                "reasons": bool(model.tokenizer.answers.end_think),
                 "max_model_len": model.engine.target.max_context,
                 "max_users": model.engine.target.num_slots,
                 "plain_tokens_per_second": self._worker.plain_speed,
@@ -326,14 +332,30 @@ def _check_length(model: Model, param: str, lengths: Sequence[int]) -> None:
         )
 
 
-async def _grammar(model: Model, schema: dict[str, Any] | None) -> Grammar | None:
-    """What holds an answer to `schema`. Raises ApiError if it cannot be used."""
-    if schema is None:
-        return None
+async def _grammar(
+    model: Model, body: ChatRequest | CompletionRequest, turn: Turn | None = None
+) -> Grammar | None:
+    """What holds an answer to what was asked for. Raises ApiError if it cannot be used."""
+    grammar = None
+    param = "response_format"
     try:
-        return await asyncio.to_thread(model.json_grammar, schema)
+        if body.answer_schema is not None:
+            grammar = await asyncio.to_thread(model.grammars.json_schema, body.answer_schema)
+        if turn is not None and turn.grammar is not None:
+            param = "tools" if turn.tools else param
+            grammar = await asyncio.to_thread(model.grammars.lark, turn.grammar)
     except DSparkError as e:
-        raise ApiError(400, f"response_format: {e}", param="response_format") from e
+        raise ApiError(400, f"{param}: {e}", param=param) from e
+    return grammar
+
+
+def _characters(value: Any) -> int:
+    """Length of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(k) + _characters(v) for k, v in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def _ids(model: Model, prompt: str | list[int]) -> tuple[int, ...]:

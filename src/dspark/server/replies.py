@@ -3,21 +3,26 @@
 Both kinds have the same life (choices that grow and end), so `Chat` and `Completion` differ in how
 they write one choice and one delta, and nothing else. A stream's deltas are what the engine
 released: whole characters, never the beginning of a stop string; joined they are the text of the
-whole answer.
+whole answer. A chat's text is read on the way (`answers.py`): reasoning and calls of tools leave it
+for fields of their own, the same whole and streamed. A call comes in one delta, when it is complete
+and known to be one.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from dspark.answers import Answer, Call, Reader
+from dspark.server.turns import Turn
 from dspark.server.worker import Done, Tokens
 from dspark.tokenizer import Tokenizer
-from dspark.types import Chunk, TokenLogprob
+from dspark.types import Chunk, Output, TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """JSON has no minus infinity."""
@@ -50,15 +55,14 @@ class Reply(ABC):
     def whole(self, done: Sequence[Done], choices: int) -> dict[str, Any]:
         """The body of a response; `choices` texts belong to each prompt."""
         written = [
-            self._choice(i, d.output.text, self._entries(i, d.output.logprobs))
-            | {"finish_reason": d.output.finish_reason}
+            self._choice(i, d.output, self._entries(i, d.output.logprobs))
             for i, d in enumerate(done)
         ]
         return {
             **self._head,
             "object": self.object_whole,
             "choices": written,
-            "usage": usage(done, choices),
+            "usage": self._usage(done, choices),
             "metrics": done[0].metrics if len(done) == 1 else None,
         }
 
@@ -68,23 +72,28 @@ class Reply(ABC):
         """The data of the messages that follow from an event."""
         if isinstance(event, Done):
             self._done[index] = event
-            reason = event.output.finish_reason
-            return [self._chunk([self._last(index) | {"finish_reason": reason}])]
+            return [self._chunk([self._last(index, event.output)])]
         out = []
         if index not in self._started:
             self._started.add(index)
             out += [self._chunk([c]) for c in self._first(index)]
-        text = "".join(c.text for c in event.chunks)
+        parts = [self._read(index, c.text) for c in event.chunks]
+        answer = sum(parts, Answer())
         entries = self._entries(index, _logprobs(event.chunks))
-        if text or entries is not None or self._wants_rounds:
-            chunk = self._chunk([self._delta(index, text, entries) | {"finish_reason": None}])
-            out.append(chunk | (self._rounds(event) if self._wants_rounds else {}))
+        if answer != Answer() or entries is not None or self._wants_rounds:
+            chunk = self._chunk([self._delta(index, answer, entries)])
+            out.append(chunk | (self._rounds(event, parts) if self._wants_rounds else {}))
         return out
 
-    def _rounds(self, event: Tokens) -> dict[str, Any]:
+    def _rounds(self, event: Tokens, parts: Sequence[Answer]) -> dict[str, Any]:
         """Which tokens the delta is made of, and the round they come from. The texts of `tokens`
-        joined are the delta; those of `draft` are the guesses as they stood."""
-        tokens = [{"id": c.token, "text": c.text, "drafted": c.drafted} for c in event.chunks]
+        joined are the delta, and so is the reasoning in them; those of `draft` are the guesses as
+        they stood."""
+        tokens = [
+            {"id": c.token, "text": p.content, "drafted": c.drafted}
+            | ({"reasoning": p.reasoning} if p.reasoning else {})
+            for c, p in zip(event.chunks, parts, strict=True)
+        ]
         r = event.round
         found = None if r is None else {
             "index": r.index,
@@ -103,7 +112,7 @@ class Reply(ABC):
             return []
         done = [self._done[i] for i in sorted(self._done)]
         metrics = done[0].metrics if len(done) == 1 else None
-        return [self._chunk([]) | {"usage": usage(done, choices), "metrics": metrics}]
+        return [self._chunk([]) | {"usage": self._usage(done, choices), "metrics": metrics}]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.object_chunk, "choices": choices}
@@ -112,19 +121,26 @@ class Reply(ABC):
     # -- what the two kinds differ in --------------------------------------------------------------
 
     @abstractmethod
-    def _choice(self, index: int, text: str, logprobs: Any) -> dict[str, Any]: ...
+    def _choice(self, index: int, output: Output, logprobs: Any) -> dict[str, Any]: ...
 
     @abstractmethod
     def _first(self, index: int) -> list[dict[str, Any]]: ...
 
-    @abstractmethod
-    def _delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]: ...
+    def _read(self, index: int, text: str) -> Answer:
+        """What a piece of text is."""
+        return Answer(content=text)
 
     @abstractmethod
-    def _last(self, index: int) -> dict[str, Any]: ...
+    def _delta(self, index: int, answer: Answer, logprobs: Any) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _last(self, index: int, output: Output) -> dict[str, Any]: ...
 
     @abstractmethod
     def _entries(self, index: int, found: Sequence[TokenLogprob] | None) -> Any: ...
+
+    def _usage(self, done: Sequence[Done], choices: int) -> dict[str, Any]:
+        return usage(done, choices)
 
     def _text_of(self, token: int) -> tuple[str, bytes]:
         """A token for a reader; half a character shows as a replacement, a special token's name."""
@@ -141,19 +157,48 @@ class Chat(Reply):
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
 
-    def _choice(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs}
+    def __init__(self, *args: Any, turn: Turn, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._turn = turn
+        self._readers: dict[int, Reader] = defaultdict(turn.reader)
+        self._calls: dict[int, int] = defaultdict(int)
+        """Calls made so far."""
+
+    def _choice(self, index: int, output: Output, logprobs: Any) -> dict[str, Any]:
+        reader = self._turn.reader()
+        answer = reader.feed(output.text) + reader.finish()
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.calls and not answer.content:
+            message["content"] = None
+        if self._turn.thinking:
+            message |= _reasoning(answer.reasoning)
+        if answer.calls:
+            message["tool_calls"] = [_call(c) for c in answer.calls]
+        reason = _reason(output, bool(answer.calls))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _first(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def _delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": text}, "logprobs": logprobs}
+    def _read(self, index: int, text: str) -> Answer:
+        return self._readers[index].feed(text)
 
-    def _last(self, index: int) -> dict[str, Any]:
-        return {"index": index, "delta": {}, "logprobs": None}
+    def _delta(self, index: int, answer: Answer, logprobs: Any) -> dict[str, Any]:
+        delta: dict[str, Any] = _reasoning(answer.reasoning) if answer.reasoning else {}
+        if answer.content:
+            delta["content"] = answer.content
+        if answer.calls:
+            made = self._calls[index]
+            self._calls[index] += len(answer.calls)
+            delta["tool_calls"] = [
+                {"index": made + k, **_call(c)} for k, c in enumerate(answer.calls)
+            ]
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _last(self, index: int, output: Output) -> dict[str, Any]:
+        held = self._delta(index, self._readers[index].finish(), None)
+        return held | {"finish_reason": _reason(output, self._calls[index] > 0)}
 
     def _entries(self, index: int, found: Sequence[TokenLogprob] | None) -> Any:
         if not self._logprobs or not found:
@@ -169,6 +214,23 @@ class Chat(Reply):
         text, raw = self._text_of(token)
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
+    def _usage(self, done: Sequence[Done], choices: int) -> dict[str, Any]:
+        found = usage(done, choices)
+        if self._turn.end_think:
+            spent = sum(self._reasoning_tokens(d.output.token_ids) for d in done)
+            found["completion_tokens_details"] = {"reasoning_tokens": spent}
+        return found
+
+    def _reasoning_tokens(self, ids: Sequence[int]) -> int:
+        """How many tokens the reasoning took, with the mark at its end."""
+        mark, tail = self._turn.end_think.encode(), b""
+        for n, token in enumerate(ids, start=1):
+            tail += self._tokenizer.id_to_bytes(token)
+            if mark in tail:
+                return n
+            tail = tail[-len(mark) :]
+        return len(ids)
+
 
 class Completion(Reply):
     """/v1/completions"""
@@ -180,17 +242,17 @@ class Completion(Reply):
         super().__init__(*args, **options)
         self._offsets: dict[int, int] = defaultdict(int)
 
-    def _choice(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs}
+    def _choice(self, index: int, output: Output, logprobs: Any) -> dict[str, Any]:
+        return _text(index, output.text, logprobs, output.finish_reason)
 
     def _first(self, index: int) -> list[dict[str, Any]]:
         return []
 
-    def _delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-        return self._choice(index, text, logprobs)
+    def _delta(self, index: int, answer: Answer, logprobs: Any) -> dict[str, Any]:
+        return _text(index, answer.content, logprobs, None)
 
-    def _last(self, index: int) -> dict[str, Any]:
-        return self._choice(index, "", None)
+    def _last(self, index: int, output: Output) -> dict[str, Any]:
+        return _text(index, "", None, output.finish_reason)
 
     def _name(self, token: int) -> str:
         """Half a character by its bytes, as OpenAI does: names are keys here and must differ."""
@@ -224,6 +286,25 @@ def usage(done: Sequence[Done], choices: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def _text(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients look for: DeepSeek's, and the one of newer servers."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _reason(output: Output, called: bool) -> str:
+    """Why a text ended; one that was cut off says so even if it holds calls."""
+    return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
 
 def finite(logprob: float) -> float:

@@ -14,10 +14,20 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic import ValidatorFunctionWrapHandler as Handler
-from pydantic_core import PydanticCustomError, ValidationError
+from pydantic_core import ValidationError
 
+from dspark.server.messages import (
+    Fields,
+    Message,
+    NamedTool,
+    ToolChoice,
+    Tools,
+    checked_tools,
+    plain,
+    problem,
+)
 from dspark.types import Grammar, SamplingParams
 
 MAX_CHOICES = 32
@@ -29,84 +39,20 @@ COMPLETION_TOKENS = 16
 NOT_YET = frozenset({
     "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
     "chat_template_kwargs", "reasoning_effort", "verbosity", "modalities", "audio", "prediction",
-    "web_search_options", "service_tier", "echo", "suffix", "best_of", "logprob_token_ids",
-    "prompt_logprobs", "guided_json", "structured_outputs", "min_logprob", "length_penalty",
+    "thinking", "web_search_options", "service_tier", "echo", "suffix", "best_of",
+    "logprob_token_ids", "prompt_logprobs", "guided_json", "structured_outputs", "min_logprob", "length_penalty",
     "use_beam_search", "add_generation_prompt", "return_token_strs",
 })  # fmt: skip
-"""Fields of other servers that this one refuses; null is their default and passes."""
+"""Fields of other servers that a request here refuses unless it has them; null is their default and
+passes."""
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Ids = Annotated[list[Count], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 ManyIds = Annotated[list[Ids], Field(fail_fast=True)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = str | Texts | Ids | ManyIds
-
-
-def _problem(field: str, message: str) -> PydanticCustomError:
-    # The message is a template to pydantic; its braces would be looked up.
-    safe = message.replace("{", "(").replace("}", ")")
-    return PydanticCustomError("bad_field", safe, {"field": field})
-
-
-class Fields(BaseModel):
-    """A body: strict types, and no name that is not known."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names(cls, data: Any) -> Any:
-        """Stops at the first unknown name, and says it."""
-        if not isinstance(data, dict):
-            raise PydanticCustomError("not_an_object", "expected an object")
-        for name, value in data.items():
-            if name in cls.model_fields or (name in NOT_YET and value is None):
-                continue
-            shown = name[:80]
-            if name in NOT_YET:
-                raise _problem(shown, f"{shown} is not supported by this server")
-            raise _problem(shown, f"{shown} is not a field of this request")
-        return {k: v for k, v in data.items() if k in cls.model_fields}
-
-
-class Part(Fields):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Fields):
-    """One message; what the model cannot be given (pictures, tool calls) is refused."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=256)] | None = None
-    name: str | None = None
-    # Clients send an earlier answer back as they got it, with these at null.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    reasoning_content: None = None
-
-    @field_validator("content", mode="wrap")
-    @classmethod
-    def _content(cls, value: Any, handler: Handler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as e:
-            raise _problem("messages", "content must be a text or a list of text parts") from e
-
-    def plain(self) -> dict[str, str]:
-        """As a chat template wants it."""
-        if self.content is None and self.role != "assistant":
-            raise _problem("messages", f"a message of role {self.role} needs content")
-        parts = self.content if isinstance(self.content, list) else None
-        text = "".join(p.text for p in parts) if parts is not None else self.content or ""
-        message = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": str(text),
-        }
-        return message | ({"name": self.name} if self.name is not None else {})
 
 
 class StreamOptions(Fields):
@@ -121,6 +67,8 @@ class Extension(Fields):
 
 class Generation(Fields):
     """What both kinds of completion have in common."""
+
+    refused = NOT_YET
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -156,14 +104,14 @@ class Generation(Fields):
         if len(texts) <= MAX_STOPS and all(isinstance(t, str) and 0 < len(t) <= 512 for t in texts):
             return handler(value)
         expected = f"expected at most {MAX_STOPS} strings of 1 to 512 characters"
-        raise _problem("stop", expected)
+        raise problem("stop", expected)
 
     @field_validator("logit_bias")
     @classmethod
     def _bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key, bias in (value or {}).items():
             if not re.fullmatch(r"[0-9]{1,9}", key) or not -100 <= bias <= 100:
-                raise _problem("logit_bias", "expected token ids with numbers from -100 to 100")
+                raise problem("logit_bias", "expected token ids with numbers from -100 to 100")
         return value
 
     @field_validator("response_format")
@@ -179,7 +127,7 @@ class Generation(Fields):
                 for k, t in kinds.items()
             ):
                 return value
-            raise _problem(
+            raise problem(
                 "response_format",
                 "json_schema needs a name and a schema (an object), and may have strict and"
                 " description",
@@ -187,14 +135,14 @@ class Generation(Fields):
         if kind in ("text", "json_object") and len(given) == 1:
             return value
         expected = "expected an object of type text, json_object or json_schema (with json_schema)"
-        raise _problem("response_format", expected)
+        raise problem("response_format", expected)
 
     @model_validator(mode="after")
     def _stream_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _problem("stream_options", "stream_options needs stream: true")
+            raise problem("stream_options", "stream_options needs stream: true")
         if self.wants_rounds and not self.stream:
-            raise _problem("dspark", "dspark.rounds needs stream: true")
+            raise problem("dspark", "dspark.rounds needs stream: true")
         return self
 
     @property
@@ -244,7 +192,12 @@ class Generation(Fields):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -252,12 +205,32 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _sense(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _problem("top_logprobs", "top_logprobs needs logprobs: true")
+            raise problem("top_logprobs", "top_logprobs needs logprobs: true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise _problem("max_tokens", "max_tokens and max_completion_tokens differ: give one")
-        for message in self.messages:
-            message.plain()
+            raise problem("max_tokens", "max_tokens and max_completion_tokens differ: give one")
+        plain(self.messages)
+        return self
+
+    @field_validator("tool_choice", mode="wrap")
+    @classmethod
+    def _choice(cls, value: Any, handler: Handler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as e:
+            expected = "expected none, auto, required or an object that names a function of tools"
+            raise problem("tool_choice", expected) from e
+
+    @model_validator(mode="after")
+    def _tools(self) -> Self:
+        checked_tools(self.tools or ())
+        for name in () if self.tools else ("tool_choice", "parallel_tool_calls"):
+            if getattr(self, name) not in (None, "none"):
+                raise problem(name, f"{name} needs tools")
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in (t.function.name for t in self.tools or ()):
+                raise problem("tool_choice", f"tool_choice names {name[:80]!r}, not one of tools")
         return self
 
     def sampling(self, room: int, grammar: Grammar | None) -> list[SamplingParams]:
@@ -278,9 +251,9 @@ class CompletionRequest(Generation):
             found = handler(value)
         except ValidationError as e:
             expected = "expected a text, a list of texts, token ids or a list of lists of token ids"
-            raise _problem("prompt", expected) from e
+            raise problem("prompt", expected) from e
         if not found:
-            raise _problem("prompt", "prompt is empty")
+            raise problem("prompt", "prompt is empty")
         return found
 
     @property
@@ -302,18 +275,15 @@ class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: (
-        Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)] | None
-    ) = None
+    messages: Messages | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise _problem("prompt", "give either prompt or messages")
+            raise problem("prompt", "give either prompt or messages")
         if self.messages is not None and self.add_special_tokens is not None:
-            raise _problem("add_special_tokens", "add_special_tokens needs prompt")
-        for message in self.messages or ():
-            message.plain()
+            raise problem("add_special_tokens", "add_special_tokens needs prompt")
+        plain(self.messages or ())
         return self
 
 

@@ -26,10 +26,11 @@ from dspark.errors import InvalidRequestError
 from dspark.server.errors import ApiError, loading, queue_full
 from dspark.server.figures import Figures
 from dspark.server.metrics import Metrics
-from dspark.types import Chunk, Grammar, Output, Request, Round
+from dspark.types import Chunk, Output, Request, Round
 
 if TYPE_CHECKING:
     from dspark.engine.engine import Engine
+    from dspark.grammar import Grammars
     from dspark.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,10 @@ class Model(Protocol):
     @property
     def engine(self) -> Engine: ...
 
-    def encode_prompt(self, prompt: Any, raw: bool = False) -> tuple[int, ...]: ...
+    @property
+    def grammars(self) -> Grammars: ...
 
-    def json_grammar(self, schema: Any) -> Grammar: ...
+    def encode_prompt(self, prompt: Any, raw: bool = False, **options: Any) -> tuple[int, ...]: ...
 
     def plain_speed(self) -> float:
         """Tokens a second of one text without a drafter, measured now."""
