@@ -12,8 +12,8 @@ belongs to one thread; a server puts it into one of its own.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +21,11 @@ import torch
 
 from dspark.drafters.base import DRAFTERS, Drafter, build
 from dspark.drafters.trained import shipped as shipped_drafters
-from dspark.drafters.trained import trained_acceptance
-from dspark.engine import profile
+from dspark.engine import lanes, profile
+from dspark.engine.choice import choose_drafter
+from dspark.engine.emulate import Emulation
 from dspark.engine.engine import Engine
+from dspark.engine.timeline import Timeline
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
 from dspark.grammar import Grammars
 from dspark.models.build import build_target, choose
@@ -34,7 +36,6 @@ from dspark.schedule.cost import CostTable
 from dspark.schedule.policy import DEFAULT as VERIFY
 from dspark.schedule.policy import parse
 from dspark.schedule.scheduler import Scheduler
-from dspark.schedule.worth import expected_gain
 from dspark.types import Chunk, Grammar, Output, Request, Round, SamplingParams
 
 Message = Mapping[str, Any]
@@ -61,6 +62,8 @@ class LLM:
         max_context: int | None = None,
         max_users: int = 8,
         prefix_reuse: bool = True,
+        pipeline: str = lanes.DEFAULT,
+        emulate: str | None = None,
     ) -> None:
         """Load `model`: `default`, a Hugging Face directory or name, or a GGUF file.
 
@@ -72,10 +75,14 @@ class LLM:
         max_context  tokens of prompt and text together; None takes the model's, at most 8192
         max_users    requests in flight at once; others wait
         prefix_reuse a prompt starts from the cache of an earlier text that began alike
+        pipeline     draft in a second process while the target verifies: off, on, auto (`lanes`)
+        emulate      another device's times, as in verify=20ms,draft=5ms (`engine.emulate`)
 
         Raises CheckpointError, ConfigError or ResourceError.
         """
         parse(verify)  # better refused before anything is loaded
+        lanes.check_mode(pipeline)
+        self.emulation = None if emulate is None else Emulation.parse(emulate)
         if threads is not None:
             if threads < 1:
                 raise ConfigError(f"threads={threads} is out of range: expected 1 or more")
@@ -84,18 +91,21 @@ class LLM:
         choice = choose(checkpoint.config, dtype, device)
         self.tokenizer = checkpoint.tokenizer
         self.model_name = checkpoint.name
-        self.dtype: str = choice.dtype
-        self.dtype_reason = choice.reason
+        self.dtype, self.dtype_reason = choice.dtype, choice.reason
         self.device = str(choice.device)
         self.threads = torch.get_num_threads()
         self.target = build_target(checkpoint, choice, num_slots=max_users, max_context=max_context)
         self.last_output: Output | None = None
         self._count = 0
         self._carried = checkpoint.carried
-        self._verify, self._prefix_reuse = verify, prefix_reuse
+        self._verify, self._prefix_reuse, self._pipeline = verify, prefix_reuse, pipeline
+        self._lanes = lanes.Lanes(self.target, self.threads, self.emulation)
+        self._spec = lanes.DrafterSpec(
+            model, self.dtype, self.device, max_users, self.target.max_context, "", None
+        )
         self._drafters: dict[Key, Drafter] = {}
         self._costs: dict[Key, profile.Costs] = {}
-        self._schedulers: dict[tuple[str, int | None, str, bool], Scheduler] = {}
+        self._schedulers: dict[tuple[str, int | None, str, bool, bool], Scheduler] = {}
         self.set_drafter(drafter, num_draft_tokens)
 
     def set_drafter(
@@ -106,11 +116,12 @@ class LLM:
         whole_drafts: bool = False,
         verify: str | None = None,
         calibrated: bool = True,
+        pipeline: str | None = None,
     ) -> None:
         """Go on with another drafter over the same loaded target.
 
         name          `auto`, a registered or shipped drafter, or a directory with a checkpoint
-        verify        as for `LLM`; None takes the one that was given there
+        verify, pipeline  as for `LLM`; None takes the one that was given there
         whole_drafts  short for verify="all"
         calibrated    apply the `calibration.json` beside the drafter's weights, if there is one
 
@@ -124,31 +135,34 @@ class LLM:
         name, reason = self._choose_drafter(name)
         mode = "all" if whole_drafts else verify or self._verify
         parse(mode)  # better refused before weights are read
+        pipeline = pipeline or self._pipeline
+        lanes.check_mode(pipeline)
         key = (name, num_draft_tokens)
         drafter = self._drafter(key)
         if mode == "auto" and drafter.sizes_drafts:
             mode = "all"  # it has weighed the lengths already: a second cut only loses tokens
-        needs_costs = not parse(mode).own_draft_only
         costs = profile.Costs(None, "")
-        if needs_costs and drafter.cap:
+        if self.emulation is not None:
+            costs = profile.Costs(None, "emulated times: a fixed guess instead of measured costs")
+        elif drafter.cap and not parse(mode).own_draft_only:
             costs = self._measured(key)
-        kind = (*key, mode, calibrated)
+        spec = replace(self._spec, drafter=name, num_draft_tokens=num_draft_tokens)
+        verdict = self._lanes.decide(pipeline, drafter, spec)
+        kind = (*key, mode, calibrated, verdict.two)
         if kind not in self._schedulers:
             self._schedulers[kind] = Scheduler(
                 mode,
-                table=costs.table,
+                table=verdict.scaled(costs.table),
                 calibration=self._calibration(name) if calibrated else None,
             )
         self._key = key
         self.drafter_name, self.drafter_reason = name, reason
         self.verify, self.verify_reason = mode, costs.reason
-        self._engine = Engine(
-            self.target,
-            drafter,
-            self.tokenizer,
-            scheduler=self._schedulers[kind],
-            prefix_reuse=self._prefix_reuse,
-        )
+        self._engine, verdict = self._lanes.engine(
+            verdict, pipeline, drafter, spec, self.tokenizer, self._schedulers[kind],
+            self._prefix_reuse,
+        )  # fmt: skip
+        self.pipeline, self.pipeline_reason = verdict.mode(pipeline), verdict.reason
 
     def _drafter(self, key: Key) -> Drafter:
         """Loaded when it is first asked for."""
@@ -209,42 +223,28 @@ class LLM:
 
     def _fingerprint(self, drafter: str, num_draft_tokens: int | None) -> dict[str, object]:
         """What measured costs belong to."""
-        t = self.target
-        return {
-            "model": self.model_name,
-            "shape": [t.num_layers, t.hidden_size, t.vocab_size, t.num_slots],
-            "dtype": self.dtype,
-            "device": f"{self.device} {profile.machine(t.device)}",
-            "threads": self.threads,
-            "drafter": drafter,
-            "num_draft_tokens": num_draft_tokens,
-            "versions": {name: importlib.metadata.version(name) for name in ("dspark", "torch")},
-        }
+        who = (self.model_name, self.dtype, self.device, self.threads, drafter, num_draft_tokens)
+        return profile.fingerprint(self.target, *who)
+
+    def _choose_drafter(self, name: str) -> tuple[str, str]:
+        if name != "auto":
+            return name, "as asked"
+        measured = self._measured
+        return choose_drafter(self.model_name, self._carried, lambda n: measured((n, None)).table)
 
     @property
     def messages(self) -> list[str]:
-        """What whoever runs this should know now, one line each: stale costs, confidences that
-        drifted, a drafter that failed."""
-        failures = self._engine.drafter.failures
-        failed = [f"the drafter failed {failures} times: no drafts there"] if failures else []
-        return [*failed, *self._engine.scheduler.messages]
+        """What whoever runs this should know now, one line each."""
+        return self._engine.messages
 
-    def _choose_drafter(self, name: str) -> tuple[str, str]:
-        """Resolve `auto`: the name, and why."""
-        if name != "auto":
-            return name, "as asked"
-        if self._carried:
-            return self._carried[0].kind, "stored in the model's own checkpoint"
-        for best, folder in shipped_drafters(self.model_name).items():
-            table, acceptance = self._measured((best, None)).table, trained_acceptance(folder)
-            if table is None or not acceptance:
-                return best, f"trained for {self.model_name}, ships with dspark"
-            gain = expected_gain(table, acceptance, len(acceptance))
-            if gain >= 1:
-                return best, f"trained for {self.model_name}: {gain:.2f} times plain expected here"
-            why = f"prompt lookup; {best} would reach {gain:.2f} times plain speed on this machine"
-            return "ngram", why
-        return "ngram", "prompt lookup needs no weights; no trained drafter is known for this model"
+    def timeline(self) -> Timeline | None:
+        """From now on what both lanes do is recorded here; None with one lane."""
+        return lanes.record(self._engine)
+
+    def close(self) -> None:
+        """End the processes of drafters, if there are any. Without it they end with this one."""
+        self._refuse_if_busy()
+        self._lanes.close()
 
     @property
     def engine(self) -> Engine:

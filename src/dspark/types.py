@@ -134,12 +134,14 @@ class Draft:
                 before it did (paper, eq. 7); None when the drafter has no such head.
     others      k ids, the drafter's second guess at each place, or none if it was not asked: what
                 a block may be prepared behind in case the first guess fails. They are no draft.
+    ahead       made before the verdict on the tokens in front of it (`engine.pipeline`).
     """
 
     tokens: tuple[int, ...] = ()
     probs: Tensor | None = None
     confidence: Tensor | None = None
     others: tuple[int, ...] = ()
+    ahead: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -158,6 +160,7 @@ class Draft:
             None if self.probs is None else self.probs[part],
             None if self.confidence is None else self.confidence[part],
             self.others[part],
+            self.ahead,
         )
 
 
@@ -240,6 +243,8 @@ class Round:
     predicted: float = 0.0
     confidence: tuple[float, ...] | None = None
     """[len(drafted)] as in `Draft`: the drafter's own, before any calibration."""
+    ahead: bool = False
+    """Its draft was ready: made while the tokens in front of it were verified."""
 
 
 @dataclass
@@ -261,6 +266,8 @@ class Stats:
     accepted: int = 0
     predicted: float = 0.0
     """Expected `accepted`, by the confidence in each draft."""
+    ahead: int = 0
+    """Rounds whose draft had been made while the tokens in front of it were verified."""
     round_tokens: int = 0
     """Tokens emitted by rounds: completion_tokens less the one of the prefill."""
     verified_at: list[int] = field(default_factory=list)
@@ -284,6 +291,7 @@ class Stats:
         self.verified += r.verified
         self.accepted += r.accepted
         self.predicted += r.predicted
+        self.ahead += r.ahead
         self.round_tokens += len(r.emitted)
         tried = min(r.accepted + 1, r.verified)
         counters = (self.verified_at, self.tried_at, self.accepted_at)
@@ -299,6 +307,11 @@ class Stats:
     def accepted_length(self) -> float | None:
         """Tokens a round yields, bonus included: round_tokens / rounds."""
         return self.round_tokens / self.rounds if self.rounds else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Rounds whose draft was ready / rounds."""
+        return self.ahead / self.rounds if self.rounds else None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -331,7 +344,8 @@ class Stats:
         out = Stats()
         for p in parts:
             for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens",
-                         "rounds", "drafted", "verified", "accepted", "predicted", "round_tokens",
+                         "rounds", "drafted", "verified", "accepted", "predicted", "ahead",
+                         "round_tokens",
                          "draft_ms", "verify_ms", "other_ms", "prefill_ms", "decode_ms",
                          "ttft_ms"):  # fmt: skip
                 setattr(out, name, getattr(out, name) + getattr(p, name))

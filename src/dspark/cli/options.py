@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -66,6 +66,26 @@ VerifyOption = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+PipelineOption = Annotated[
+    str,
+    typer.Option(
+        "--pipeline",
+        metavar="MODE",
+        help="Draft in a second process while the target verifies: off, on, or auto, which "
+        "measures shortly whether it pays here.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+EmulateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--emulate-device",
+        metavar="TIMES",
+        help="Another device's times around the same computations, as in verify=20ms,draft=5ms.",
+        show_default=False,
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 
 
 def load_llm(
@@ -80,10 +100,13 @@ def load_llm(
     verify: str = "auto",
     max_users: int | None = None,
     prefix_reuse: bool = True,
+    pipeline: str = "off",
+    emulate: str | None = None,
 ) -> LLM:
     # Here, not on top: importing torch takes seconds, and `--help` must not wait for it.
     from dspark.llm import LLM
 
+    rest: dict[str, Any] = {} if max_users is None else {"max_users": max_users}
     return LLM(
         model,
         drafter=drafter,
@@ -94,5 +117,7 @@ def load_llm(
         threads=threads,
         max_context=max_context,
         prefix_reuse=prefix_reuse,
-        **({} if max_users is None else {"max_users": max_users}),
+        pipeline=pipeline,
+        emulate=emulate,
+        **rest,
     )

@@ -176,6 +176,7 @@ def text(
             threads=threads,
             max_context=max_context or max_tokens + PROMPT_ROOM,
             max_users=batch,
+            pipeline="off",  # texts are resumed by their count: nothing may depend on times
         )
         user_turn(llm.tokenizer)  # no chat template: say so before anything is written
         if source is None:

@@ -134,6 +134,7 @@ def resolved_line(llm: LLM) -> str:
             f"dtype {llm.dtype}" + _because(llm.dtype_reason),
             f"drafter {llm.drafter_name}" + _because(llm.drafter_reason),
             f"verify {llm.verify}" + _because(llm.verify_reason),
+            f"pipeline {llm.pipeline}" + _because(llm.pipeline_reason),
             f"device {llm.device}",
             f"threads {llm.threads}",
         )

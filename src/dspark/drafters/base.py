@@ -80,6 +80,8 @@ class Drafter(ABC):
     ahead: bool = False
     """It can draft behind tokens whose rows it has not been told of (`DraftContext.unseen`). What
     stands in for them leaves no trace: the true rows follow, or those of another continuation."""
+    grows: bool = False
+    """Built for one token more, it drafts the same ones and one behind them."""
     patient: bool = False
     """Rows may reach `observe` late and in lumps, `verified` and `accepted` left out."""
     failures: int = 0

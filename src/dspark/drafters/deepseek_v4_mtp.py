@@ -38,7 +38,7 @@ from dspark.types import Draft
 class V4MtpDrafter(Drafter):
     """Drafts with `mtp.0` of the target's own checkpoint; see the module docstring."""
 
-    patient = ahead = True
+    patient = ahead = grows = True
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from dspark.types import Draft
 class MtpDrafter(Drafter):
     """Drafts with a trained `MtpModel`; see the module docstring."""
 
-    patient = ahead = True
+    patient = ahead = grows = True
 
     def __init__(
         self,

@@ -76,16 +76,20 @@ class Blocks:
         time for it."""
         block = self.of(name, length)
         if block is None or block.ticket is None:
-            return None if block is None else block.draft
+            return None if block is None else _marked(block)
         answer = self._lane.take(block.ticket)
         for other, b in list(self._blocks.items()):  # a batch is one answer for many requests
             if b.ticket == block.ticket:
                 draft = None if answer is None else answer.drafts[b.place]
                 self._blocks[other] = replace(b, ticket=None, draft=draft)
-        return self._blocks[name].draft
+        return _marked(self._blocks[name])
 
     def discard(self, names: Sequence[str]) -> None:
         """Forget blocks; answers that nobody waits for any more are dropped."""
         gone = {b.ticket for n in names if (b := self._blocks.pop(n, None)) is not None}
         wanted = {b.ticket for b in self._blocks.values()}
         self._lane.drop([t for t in gone - wanted if t is not None])
+
+
+def _marked(block: Block) -> Draft | None:
+    return None if block.draft is None else replace(block.draft, ahead=block.ahead)

@@ -135,6 +135,13 @@ class Engine:
         self._slots.forget()
 
     @property
+    def messages(self) -> list[str]:
+        """What whoever runs the engine should know now, one line each."""
+        failures = self.drafter.failures
+        failed = [f"the drafter failed {failures} times: no drafts there"] if failures else []
+        return [*failed, *self.scheduler.messages]
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
@@ -334,6 +341,7 @@ class Engine:
             times.other,
             predicted,
             None if draft.confidence is None else tuple(draft.confidence.tolist()),
+            draft.ahead,
         )
         s.stats.add_round(round_)
         if self.on_round is not None:

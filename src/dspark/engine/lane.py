@@ -64,6 +64,9 @@ class Lane(Drafter):
     def drop(self, tickets: Sequence[Ticket]) -> None:
         """These are not wanted any more."""
 
+    def set_threads(self, threads: int) -> None:
+        """CPU threads to draft on from now on; one that shares the caller's has no choice."""
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back; may be called again. A closed lane never drafts."""

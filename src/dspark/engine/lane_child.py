@@ -50,6 +50,8 @@ class Child:
             elif isinstance(message, wire.Release):
                 self._texts.pop(message.slot, None)
                 self.lane.release(message.slot)
+            elif isinstance(message, wire.Threads):
+                torch.set_num_threads(message.count)
             elif isinstance(message, wire.Text):
                 self._texts[message.slot] = message.tokens
             else:

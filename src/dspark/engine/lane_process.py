@@ -25,7 +25,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -73,7 +73,6 @@ class ProcessLane(Lane):
         Raises ResourceError if the process does not get so far; it has said why on standard error.
         """
         self._start = wire.Start(build, threads, pad_ms)
-        self._threads = threads
         answers = num_slots + wire.SPARE_ANSWERS
         self._sizes = wire.HALVES * wire.FEATURE_FLOATS, answers * max(max_draft, 1) * vocab_size
         self._asked: dict[Ticket, _Asked] = {}
@@ -114,7 +113,7 @@ class ProcessLane(Lane):
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # it is the caller's
-            env={**os.environ, "OMP_NUM_THREADS": str(self._threads)},
+            env={**os.environ, "OMP_NUM_THREADS": str(self._start.threads)},
             start_new_session=True,
         )
         theirs.close()
@@ -193,11 +192,22 @@ class ProcessLane(Lane):
         self._laws.close()
         return code
 
+    def set_threads(self, threads: int) -> None:
+        if threads != self._start.threads:
+            self._start = replace(self._start, threads=threads)  # also of one begun anew
+            if self.alive:
+                self._send(wire.Threads(threads))
+
     def close(self) -> None:
         if self.process is not None:
             self._stop()
         self._answers |= dict.fromkeys(self._asked, None)
         self._asked.clear()
+
+    @property
+    def dead(self) -> bool:
+        """It ended and is not started again."""
+        return self.process is None
 
     @property
     def alive(self) -> bool:

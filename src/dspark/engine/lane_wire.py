@@ -1,7 +1,8 @@
 """What passes between an engine and its drafter's process: small messages by a pipe, numbers in
 bulk through memory that both map.
 
-    to the lane  Start, Text, Observe, Ask, Reuse, Release   from it  Ready, Read, Drafted, Reused
+    to the lane   Start, Threads, Text, Observe, Ask, Reuse, Release
+    from it       Ready, Read, Drafted, Reused
 
 Two files without a name are mapped by both sides, so nothing is left behind by whoever dies:
 
@@ -110,6 +111,11 @@ class Reused:
 @dataclass(frozen=True)
 class Release:
     slot: int
+
+
+@dataclass(frozen=True)
+class Threads:
+    count: int
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,17 @@ class PipelinedEngine(Engine):
             self._overlaps[level] = Overlap(always=self._always)
         return self._overlaps[level]
 
+    @property
+    def messages(self) -> list[str]:
+        n = self.lane.restarts
+        died = [f"the drafter's process died and was started again, {n} times"] if n else []
+        return [*died, *super().messages]
+
+    def record(self) -> Timeline:
+        """From now on what both lanes do is recorded here."""
+        self.timeline = Timeline()
+        return self.timeline
+
     def step(self) -> list[Chunk]:
         self._admit()
         running = list(self._running)
@@ -142,7 +153,6 @@ class PipelinedEngine(Engine):
         drafts_pay = waiting or self.scheduler.should_draft(len(decoding))
         load = load_of(decoding, prompts, self._cap if drafts_pay else 0)
         clock.append(time.perf_counter())
-        ahead = [self._is_ahead(s) for s in decoding]
         whole = self._propose(decoding, load)
         clock.append(time.perf_counter())
         # The last token is not verified but coupled: where the cut lies looks at no token.
@@ -169,7 +179,7 @@ class PipelinedEngine(Engine):
         else:
             self._ask_next(group)
         clock.append(time.perf_counter())
-        self._follow(clock, whole, ahead, chunks)
+        self._follow(clock, whole, chunks)
         admit, draft, assemble, verify, rest = ((b - a) * 1e3 for a, b in pairwise(clock))
         times = Times(draft, verify, admit + assemble + rest)
         self.scheduler.observe(
@@ -185,10 +195,6 @@ class PipelinedEngine(Engine):
         return [c for emitted in chunks for c in emitted]
 
     # -- blocks ----------------------------------------------------------------------------------
-
-    def _is_ahead(self, s: Sequence) -> bool:
-        block = self._blocks.of(s.request.id, len(s.tokens))
-        return block is not None and block.ahead
 
     def _propose(self, decoding: list[Sequence], load: Load) -> list[Draft]:
         """Blocks that are ready or on their way; the lane drafts afresh where there is none."""
@@ -338,7 +344,6 @@ class PipelinedEngine(Engine):
         self,
         clock: list[float],
         whole: list[Draft],
-        ahead: list[bool],
         chunks: list[list[Chunk]],
     ) -> None:
         """Running times and counts of an overlapped round; readings 3 and 4 enclose the pass."""
@@ -346,7 +351,7 @@ class PipelinedEngine(Engine):
         if self.timeline is not None:
             self.timeline.verified(clock[3], clock[4])
         if self._coupling and whole and len(whole[0]):
-            if ahead[0]:
+            if whole[0].ahead:
                 self.counts.hit_rounds += 1
                 self.counts.hit_tokens += len(chunks[0])
             else:

@@ -22,6 +22,7 @@ times them: without waiting for the device.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import platform
@@ -41,6 +42,7 @@ from dspark.engine.engine import Engine
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.target import Batch, Segment, Target, pack
 from dspark.schedule.cost import CostTable, Fingerprint, table_path, token_probes
+from dspark.schedule.overlap import LaneTimes
 from dspark.schedule.scheduler import Scheduler
 from dspark.types import Request, Round, SamplingParams
 
@@ -76,7 +78,7 @@ class Costs:
 def obtain(target: Target, drafter: Callable[[], Drafter], fingerprint: Fingerprint) -> Costs:
     """The table of an earlier run, or a new one that is kept for later runs; only that one needs
     the drafter, which may take seconds to load."""
-    if os.environ.get(OFF, "0") not in ("", "0"):
+    if is_off():
         return Costs(None, f"no cost table, {OFF} is set: a fixed guess instead")
     path = table_path(fingerprint)
     again = ""
@@ -97,6 +99,34 @@ def obtain(target: Target, drafter: Callable[[], Drafter], fingerprint: Fingerpr
     except CheckpointError as e:
         reason += f", not kept: {e}"
     return Costs(table, reason)
+
+
+def fingerprint(
+    target: Target,
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int,
+    drafter: str,
+    num_draft_tokens: int | None,
+) -> dict[str, object]:
+    """What measured costs belong to."""
+    t = target
+    return {
+        "model": model,
+        "shape": [t.num_layers, t.hidden_size, t.vocab_size, t.num_slots],
+        "dtype": dtype,
+        "device": f"{device} {machine(t.device)}",
+        "threads": threads,
+        "drafter": drafter,
+        "num_draft_tokens": num_draft_tokens,
+        "versions": {name: importlib.metadata.version(name) for name in ("dspark", "torch")},
+    }
+
+
+def is_off() -> bool:
+    """Nothing is to be measured, or read from an earlier measurement."""
+    return os.environ.get(OFF, "0") not in ("", "0")
 
 
 def forget(fingerprint: Fingerprint) -> None:
@@ -142,6 +172,26 @@ def plain_speed(target: Target) -> float:
         if time.perf_counter() - start > PLAIN_SECONDS:
             break
     return 1e3 / median(r.draft_ms + r.verify_ms + r.other_ms for r in rounds)
+
+
+def lane_times(target: Target, drafter: Drafter, threads: int, apart: tuple[int, int]) -> LaneTimes:
+    """Rounds of one request on all `threads`, and on those that the target and the drafter would
+    have `apart`: medians of a few rounds each. Leaves `threads` set."""
+    rng = np.random.default_rng(0)
+    found: dict[int, list[Round]] = {}
+    for count in (*{*apart}, threads):
+        torch.set_num_threads(count)
+        found[count] = _live(target, drafter, 1, rng)
+
+    def middle(count: int, part: str) -> float:
+        return float(median(getattr(r, part) for r in found[count]))
+
+    return LaneTimes(
+        middle(threads, "verify_ms"),
+        middle(threads, "draft_ms"),
+        middle(apart[0], "verify_ms"),
+        middle(apart[1], "draft_ms"),
+    )
 
 
 # -- passes --------------------------------------------------------------------------------------
