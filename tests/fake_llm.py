@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dspark.answers import AnswerFormat
 from dspark.errors import ConfigError
 from dspark.schedule.cost import CostTable
 from dspark.types import Chunk, FinishReason, Output, Round, SamplingParams, Stats, TokenLogprob
@@ -23,6 +24,8 @@ WRONG = len(WORDS)
 
 
 class FakeTokenizer:
+    answers = AnswerFormat()
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join((*WORDS, " WRONG")[i] for i in ids)
 
@@ -37,6 +40,7 @@ class FakeLLM:
         self.dtype_reason = "fastest that fits"
         self.tokenizer = FakeTokenizer()
         self.messages: list[str] = []
+        self.emulation = self.options.get("emulate")
         self.last_output: Output | None = None
         self.calls: list[tuple[str, int | None]] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
@@ -54,12 +58,16 @@ class FakeLLM:
         whole_drafts: bool = False,
         verify: str | None = None,
         calibrated: bool = True,
+        pipeline: str | None = None,
     ) -> None:
         if name not in ("none", "ngram", "liar", "blind", "lucky"):
             raise ConfigError(f"unknown drafter {name!r}: expected one of none, ngram")
         self.drafter_name = name
         self.verify = verify or self.options.get("verify", "auto")
         self.verify_reason = ""
+        asked = pipeline or self.options.get("pipeline", "auto")
+        self.pipeline = asked if name == "ngram" and asked == "on" else "off"
+        self.pipeline_reason = ""
         self.calls.append((name, num_draft_tokens))
 
     def measure_costs(self, seconds: float) -> CostTable:

@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, str] = {
     "bench": "errors client types schedule llm",
     "interop": "errors types tokenizer models drafters llm",
     "server": "errors types answers tool_calls tokenizer grammar engine llm",
-    "cli": "errors client types tokenizer schedule models drafters llm train bench interop server",
+    "cli": "errors client types answers tokenizer schedule models drafters llm train bench interop"
+    " server",
     "__main__": "cli",
     "": "errors types llm",
 }

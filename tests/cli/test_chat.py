@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import typer
 
+from dspark.cli import ui
+from dspark.cli.chat import Session
 from dspark.cli.main import app, main
+from dspark.cli.partners import Local
 from dspark.errors import InvalidRequestError
 from dspark.llm import LLM
+from dspark.types import Chunk, SamplingParams
 from tests.fake_llm import WORDS, FakeLLM
-from tests.server.served import Scripted, serving
+from tests.server.chats import v4
+from tests.server.served import Scripted, serving, v4_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 ANSWER = "".join(WORDS)
@@ -257,9 +262,54 @@ def test_ctrl_c_hangs_up_on_a_server(typing: Typing, capsys: Capture) -> None:
     assert set(capsys.readouterr().out) == {"x", "\n"}
 
 
+@pytest.mark.parametrize("effort", ["max", "none", None])
+def test_a_server_reasons(typing: Typing, capsys: Capture, effort: str | None) -> None:
+    """Reasoning in another colour, apart from the answer, and not in the next question."""
+    options = {"thinking": True, "reasoning_effort": effort} if effort == "max" else {}
+    one: list[dict[str, str]] = [{"role": "user", "content": "one"}]
+    asked = [] if effort is None else ["--reasoning-effort", effort]
+    with serving(v4("Hm.</think>Yes.", one, **options)) as s:
+        typing(["one"])
+        assert main(["chat", "--url", s.url, "--color", "always", *asked]) == 0
+        s.idle()
+    out, err = capsys.readouterr()
+    thought = "".join(f"\x1b[2m{c}\x1b[0m" for c in ("H", "m."))
+    assert out == ("Yes.\n" if options else "Hm.</think>Yes.\n")
+    assert (f"{thought}\n" in err) is bool(options)
+
+
+def test_the_engine_reasons(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Draft tokens are green in the answer, and the conversation keeps the answer alone."""
+    llm = FakeLLM("v4")
+    llm.tokenizer = v4_tokenizer()  # type: ignore[assignment]
+    asked: list[Any] = []
+    texts = ["Because", " I", "</think>", "Blue", "."]
+
+    def encode_prompt(messages: Any, **options: Any) -> tuple[int, ...]:
+        asked.append((messages, options))
+        return (1,)
+
+    def stream(prompt: Any, params: Any) -> Iterator[Chunk]:
+        assert prompt == (1,)
+        for n, text in enumerate(texts):
+            yield Chunk("r", n, text, drafted=n == 3)
+
+    monkeypatch.setattr(llm, "encode_prompt", encode_prompt, raising=False)
+    monkeypatch.setattr(llm, "stream", stream)
+    partner = Local(llm, "high")  # type: ignore[arg-type]
+    session = Session(partner, SamplingParams(), ui.Paint(True), ui.Paint(True), False)
+    assert session.take("one") and session.take("two")
+    out, err = capsys.readouterr()
+    assert out == "\x1b[32mBlue\x1b[0m.\n" * 2
+    assert err == "\x1b[2mBecause\x1b[0m\x1b[2m I\x1b[0m\n" * 2
+    assert [m["content"] for m in asked[1][0]] == ["one", "Blue.", "two"]
+    assert asked[0][1] == {"thinking": True, "reasoning_effort": "high"}
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--reasoning-effort", "low"], "cannot be told whether to reason"),
         (["--url", "nowhere"], "is no address"),
         (["--url", "http://127.0.0.1:9"], "is the server running?"),
         (

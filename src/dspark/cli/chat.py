@@ -1,7 +1,8 @@
 """`dspark chat`: a conversation in the terminal, with the engine here or with a server.
 
 Answers stream to standard output, the draft tokens that the target accepted in green (of a server
-that is not told); everything else goes to standard error. Lines that begin with a slash are
+that is not told); everything else goes to standard error, the model's reasoning in a paler colour.
+Reasoning is no part of the conversation. Lines that begin with a slash are
 commands; `//` sends a line that begins with one.
 
 On a terminal Ctrl-C stops an answer, which stays in the conversation as far as it came; at the
@@ -13,24 +14,20 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
+from typing import Annotated, Any
 
 import typer
 
 from dspark.cli import options as opt
 from dspark.cli import ui
+from dspark.cli.partners import Local, Messages, Partner, Remote
 from dspark.errors import ConfigError, DSparkError, InvalidRequestError
 from dspark.types import SamplingParams
-
-if TYPE_CHECKING:
-    from dspark.client import Endpoint
-    from dspark.llm import LLM
-    from dspark.types import Chunk
 
 EPILOG = """Examples:
 
@@ -51,9 +48,12 @@ COMMANDS = {
     "/quit": "end, as Ctrl-D does",
 }
 
-Messages = list[dict[str, str]]
-Pieces = Generator[tuple[str, bool]]
-"""Text as it comes, and whether the drafter had guessed it."""
+
+class Effort(StrEnum):
+    none = "none"
+    low = "low"
+    high = "high"
+    max = "max"
 
 
 def chat(
@@ -116,6 +116,15 @@ def chat(
             help="Of every answer.", show_default="random", rich_help_panel=opt.SAMPLING_PANEL
         ),
     ] = DEFAULT.seed,
+    reasoning_effort: Annotated[
+        Effort | None,
+        typer.Option(
+            help="Let the model reason before it answers, if it can be told to (DeepSeek-V4). "
+            "Reasoning goes to standard error.",
+            show_default="the model's",
+            rich_help_panel=opt.SAMPLING_PANEL,
+        ),
+    ] = None,
     color: Annotated[
         ui.Color,
         typer.Option(
@@ -135,11 +144,12 @@ def chat(
         "max_context": max_context,
     }
     err = ui.Paint(ui.wants_color(color, sys.stderr))
+    effort = None if reasoning_effort is None else reasoning_effort.value
     partner: Partner
     if url is None:
         llm = opt.load_llm(model, **local)
+        partner = Local(llm, effort)
         ui.note(err.muted(ui.resolved_line(llm)))
-        partner = Local(llm)
     else:
         given = [n for n, v in local.items() if v not in (None, "auto")]
         if given:
@@ -147,7 +157,8 @@ def chat(
             raise ConfigError(f"{flags} is the server's business when --url is given: drop it")
         from dspark.client import Endpoint
 
-        remote = Remote(Endpoint(url, api_key or None), None if model == DEFAULT_MODEL else model)
+        name = None if model == DEFAULT_MODEL else model
+        remote = Remote(Endpoint(url, api_key or None), name, effort)
         ui.note(err.muted(f"model {remote.name} at {url}"))
         partner = remote
     with closing(partner):
@@ -159,99 +170,6 @@ def chat(
         for line in _typed() if interactive else _piped():
             if not session.take(line):
                 break
-
-
-# -- who answers -----------------------------------------------------------------------------------
-
-
-class Partner(Protocol):
-    """Who answers: `stats` is one line about the last answer, None before there is one."""
-
-    stats: str | None
-    at_once: bool
-    """Whether an answer may be broken off at any point, not only between two pieces."""
-
-    def answer(self, messages: Messages, params: SamplingParams) -> Pieces: ...
-
-    def close(self) -> None: ...
-
-
-class Local:
-    """The engine in this process, which must not be left in the middle of a round."""
-
-    at_once = False
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self.stats: str | None = None
-
-    def answer(self, messages: Messages, params: SamplingParams) -> Pieces:
-        chunks = cast("Generator[Chunk]", self._llm.stream(messages, params))
-        try:
-            with closing(chunks):
-                for chunk in chunks:
-                    yield chunk.text, chunk.drafted
-        finally:
-            output = self._llm.last_output
-            if output is not None:
-                line = ui.stats_line(output.stats, self._llm.drafter_name)
-                self.stats = "\n".join([line, *(f"warning: {m}" for m in self._llm.messages)])
-
-    def close(self) -> None:
-        pass
-
-
-class Remote:
-    """A server."""
-
-    at_once = True
-
-    def __init__(self, endpoint: Endpoint, model: str | None) -> None:
-        from dspark import client
-
-        self._client, self._endpoint, self._http = client, endpoint, endpoint.open()
-        self.name = client.only_model(endpoint, self._http) if model is None else model
-        self.stats: str | None = None
-
-    def answer(self, messages: Messages, params: SamplingParams) -> Pieces:
-        body = {
-            "model": self.name,
-            "messages": messages,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "stream_options": {"include_usage": True},
-        } | ({"seed": params.seed} if params.seed is not None else {})
-        begun = time.perf_counter()
-        first: float | None = None
-        last: dict[str, Any] = {}
-        with closing(self._client.stream(self._endpoint, self._http, body)) as found:
-            for message in found:
-                if message.get("usage"):
-                    last = message
-                for choice in message.get("choices") or ():
-                    text = (choice.get("delta") or {}).get("content")
-                    if text:
-                        first = first or time.perf_counter()
-                        yield text, False
-        self.stats = _remote_line(last, begun, first or time.perf_counter(), time.perf_counter())
-
-    def close(self) -> None:
-        self._http.close()
-
-
-def _remote_line(last: dict[str, Any], begun: float, first: float, end: float) -> str:
-    """`128 tok · 96.4 tok/s · accepted length 2.3 · TTFT 41 ms`, as far as the server says."""
-    parts = []
-    tokens = (last.get("usage") or {}).get("completion_tokens")
-    if tokens:
-        parts.append(f"{tokens} tok")
-        if tokens > 1:
-            parts.append(f"{(tokens - 1) / (end - first):.1f} tok/s")
-    speculation = (last.get("metrics") or {}).get("speculative_decoding") or {}
-    if "mean_acceptance_length" in speculation:
-        parts.append(f"accepted length {speculation['mean_acceptance_length']:.1f}")
-    return " · ".join([*parts, f"TTFT {(first - begun) * 1e3:.0f} ms"])
 
 
 # -- the conversation ------------------------------------------------------------------------------
@@ -301,15 +219,24 @@ class Session:
         head = [{"role": "system", "content": self.system}] if self.system is not None else []
         asked = [*head, *self.turns, {"role": "user", "content": text}]
         answer: list[str] = []
+        thinking = False
         try:
             with (
                 _stoppable(self.interactive and not self.partner.at_once) as stopped,
                 closing(self.partner.answer(asked, self.params)) as pieces,
             ):
-                for piece, drafted in pieces:
-                    answer.append(piece)
-                    sys.stdout.write(self.out.accepted(piece) if drafted else piece)
-                    sys.stdout.flush()
+                for piece in pieces:
+                    if thinking and not piece.reasoning:
+                        ui.note("")
+                    thinking = piece.reasoning
+                    if thinking:
+                        sys.stderr.write(self.err.muted(piece.text))
+                        sys.stderr.flush()
+                    else:
+                        answer.append(piece.text)
+                        drafted = piece.drafted
+                        sys.stdout.write(self.out.accepted(piece.text) if drafted else piece.text)
+                        sys.stdout.flush()
                     if stopped():
                         break
         except KeyboardInterrupt:
