@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.server.chats import v4
 from tests.server.served import EOS, Running, Scripted, serving
 
 if TYPE_CHECKING:
@@ -204,6 +205,43 @@ def test_settings_reach_the_server_and_are_kept(browser: Browser) -> None:
         page.reload()
         page.wait_for_selector("[data-state=ready]")
         assert page.input_value("#seed") == "42"
+
+
+def test_reasoning_is_folded_away(browser: Browser) -> None:
+    """Open while the model thinks, closed when it answers, and no part of the conversation."""
+    hello: Any = [{"role": "user", "content": "Hello"}]
+    thought, said = "A greeting? <b>Yes.</b>", "Good evening."
+    options: Any = {"thinking": True, "reasoning_effort": "low"}
+    scripted = v4(f"{thought}</think>{said}", hello, right="some", **options)
+    with serving(scripted) as s, visiting(browser, s.url) as page:
+        seen = asked_of(s)
+        page.click("#open-settings")
+        page.select_option("#effort", "low")
+        page.click("#settings button[type=submit]")
+        scripted.target.seconds = 0.3
+        ask(page)
+        page.wait_for_selector(".thought[open] .t")
+        scripted.target.seconds = 0.0
+        ended(page)
+        fold = page.locator(".answer .thought")
+        assert fold.get_attribute("open") is None
+        assert "".join(fold.locator(".t").all_text_contents()) == thought
+        answer = page.locator(".answer > .text")
+        assert "".join(answer.locator(".t").all_text_contents()) == said
+        assert not fold.locator(".text").is_visible() and answer.is_visible()
+        fold.locator("summary").press("Enter")
+        assert fold.locator(".text").is_visible()
+        assert "</think>" not in page.locator(".answer").inner_text()
+        ask(page, "Again")
+        ended(page)
+    text = bytes(seen[1].prompt_ids).decode()
+    assert said in text and "greeting" not in text
+
+
+def test_only_a_model_that_reasons_is_asked_to(browser: Browser) -> None:
+    with serving(model()) as s, visiting(browser, s.url) as page:
+        page.click("#open-settings")
+        assert not page.locator("#effort-row").is_visible()
 
 
 def test_an_error_is_said_and_its_turn_is_taken_back(browser: Browser) -> None:

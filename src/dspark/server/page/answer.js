@@ -32,6 +32,7 @@ export class Answer {
     this.body = element("p", "text waiting");
     this.note = element("p", "note");
     this.item.append(element("span", "hidden", "Model: "), this.body, this.note);
+    this.thought = null; // the text of its reasoning, folded away once the answer begins
     this.rounds = [];
     this.text = "";
     this.tokens = 0;
@@ -43,28 +44,56 @@ export class Answer {
   add({ tokens, round }) {
     this.body.classList.remove("waiting");
     const number = round ? this.rounds.length : -1;
-    const span = (token) => {
-      const found = element("span", token.drafted ? "t a" : "t o", token.text);
-      if (round) found.dataset.round = number;
-      return found;
+    let place = this.body;
+    const put = (token) => {
+      for (const [text, thought] of [[token.reasoning, true], [token.text, false]]) {
+        if (!text) continue;
+        place = thought ? this.#thought() : this.#said();
+        const found = element("span", token.drafted ? "t a" : "t o", text);
+        if (round) found.dataset.round = number;
+        place.append(found);
+      }
     };
     const accepted = tokens.filter((t) => t.drafted);
     const own = tokens.filter((t) => !t.drafted);
-    this.body.append(...accepted.map(span));
+    if (this.thought && !this.text) place = this.thought;
+    accepted.forEach(put);
     if (round) {
       // Where a text ends among accepted guesses, nobody judged those behind its end.
       const judged = own.length ? round.verified : round.accepted;
       for (const text of round.draft.slice(round.accepted, judged)) {
         const guess = element("del", "rejected", text.replaceAll("\n", "⏎"));
         guess.dataset.round = number;
-        this.body.append(guess);
+        place.append(guess);
       }
       this.rounds.push({ ...round, judged, emitted: tokens.length });
       this.ms += spent(round);
     }
-    this.body.append(...own.map(span));
+    own.forEach(put);
     this.tokens += tokens.length;
     this.text += tokens.map((t) => t.text).join("");
+  }
+
+  // Text that came without a round, at the end.
+  close(text) {
+    this.#said().append(text);
+    this.text += text;
+  }
+
+  #thought() {
+    if (!this.thought) {
+      const fold = element("details", "thought");
+      fold.open = true;
+      this.thought = element("p", "text");
+      fold.append(element("summary", "", "Reasoning"), this.thought);
+      this.body.before(fold);
+    }
+    return this.thought;
+  }
+
+  #said() {
+    if (this.thought && !this.text) this.thought.parentElement.open = false;
+    return this.body;
   }
 
   // Tokens behind the first one by the time of their rounds; the server's own figure at the end.
@@ -111,8 +140,8 @@ export class Answer {
 
   // Light up the tokens of one round; null lights none.
   mark(round) {
-    for (const lit of this.body.querySelectorAll(".lit")) lit.classList.remove("lit");
+    for (const lit of this.item.querySelectorAll(".lit")) lit.classList.remove("lit");
     if (round === null) return;
-    for (const token of this.body.querySelectorAll(`[data-round="${round}"]`)) token.classList.add("lit");
+    for (const token of this.item.querySelectorAll(`[data-round="${round}"]`)) token.classList.add("lit");
   }
 }

@@ -5,7 +5,7 @@ import { Panel } from "./panel.js";
 import { ApiError, chat, info } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
-const REMEMBERED = ["system", "temperature", "max-tokens", "seed"];
+const REMEMBERED = ["system", "temperature", "max-tokens", "seed", "effort"];
 const LOADING = 503;
 const NO_KEY = 401;
 const NEAR = 80; // pixels from the end within which the view follows the text
@@ -46,6 +46,7 @@ function settings() {
     max_tokens: $("max-tokens").valueAsNumber,
     seed: $("seed").valueAsNumber,
   };
+  if (!$("effort-row").hidden) chosen.reasoning_effort = $("effort").value;
   for (const name of ["temperature", "max_tokens", "seed"]) {
     if (Number.isNaN(chosen[name])) delete chosen[name]; // empty: the server's default
   }
@@ -73,6 +74,7 @@ async function connect() {
     try {
       const found = await info($("key").value);
       panel.serve(found);
+      $("effort-row").hidden = !found.reasons;
       const drafter = found.drafter === "none" ? "no drafter" : `drafter ${found.drafter}`;
       status("ready", `${found.model} · ${drafter}`);
       document.title = `dspark · ${found.model}`;
@@ -126,6 +128,8 @@ async function ask(text) {
         follow(() => answer.add(message.dspark));
         if (panel.answer === answer && message.dspark.round) panel.add(answer.rounds.at(-1));
       }
+      const rest = message.choices?.[0]?.delta.content;
+      if (rest && !message.dspark) follow(() => answer.close(rest));
       if (message.choices?.[0]?.finish_reason === "length") how = "longest answer reached";
       if (message.metrics) answer.final = message.metrics;
     }
