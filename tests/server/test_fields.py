@@ -72,6 +72,14 @@ def test_chat(server: Running, library: LLM, name: str) -> None:
     assert got.object == "chat.completion" and got.model == "tiny"
     check(got.choices[0], got.usage, expected)
     assert got.choices[0].message.role == "assistant"
+    stream = server.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True},
+        **split(fields),
+    )  # fmt: skip
+    *chunks, last = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == expected.finish_reason
+    assert last.usage is not None and last.usage.completion_tokens == len(expected.token_ids)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -91,6 +99,8 @@ def test_streamed_completion(server: Running, library: LLM, name: str) -> None:
     assert [c.usage is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
     usage = chunks[-1].usage
     assert usage is not None and usage.completion_tokens == len(expected.token_ids)
+    whole = server.client.completions.create(model="tiny", prompt=PROMPT, **split(fields))
+    check(whole.choices[0], whole.usage, expected)
 
 
 def test_max_completion_tokens_and_the_default(server: Running, library: LLM) -> None:

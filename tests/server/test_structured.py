@@ -69,12 +69,28 @@ def test_many_at_once_with_free_texts(server: Running) -> None:
             assert City.model_validate_json(choice.message.content)
 
 
-def test_any_object_and_plain_text(server: Running) -> None:
+def test_any_object_and_plain_text(server: Running, library: LLM) -> None:
     """An object that is not finished at the limit is cut off, as OpenAI does."""
     create = server.client.chat.completions.create
     bias = {str(ord("}")): 100, str(ord('"')): 50}
-    got = create(messages=HI, response_format={"type": "json_object"}, logit_bias=bias, **HOW)
+    got = create(
+        messages=HI, response_format={"type": "json_object"}, logit_bias=bias, seed=1, **HOW
+    )
     assert json.loads(got.choices[0].message.content or "") == {}
+    for law in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 4}):
+        some: Any = {"response_format": {"type": "json_object"}, **law}
+        params = SamplingParams(max_tokens=120, grammar=library.json_grammar(), **law)  # type: ignore[arg-type]
+        expected = library.chat(HI, params)
+        got = create(messages=HI, **some, **HOW)
+        assert got.choices[0].message.content == expected.text
+        text = server.client.completions.create(
+            prompt="json",
+            temperature=0,
+            extra_body={"response_format": some["response_format"]},
+            **HOW,
+        )
+        greedy = SamplingParams(max_tokens=120, grammar=library.json_grammar())
+        assert text.choices[0].text == library.generate("json", greedy)[0].text
     got = create(messages=HI, response_format={"type": "json_object"}, model="tiny", max_tokens=1)
     assert (got.choices[0].message.content, got.choices[0].finish_reason) == ("{", "length")
     law = {"temperature": 0, "model": "tiny", "max_tokens": 9}
