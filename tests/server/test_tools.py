@@ -256,6 +256,29 @@ def test_a_conversation_with_results(tooled: tuple[Running, LLM]) -> None:
     assert got.choices[0].message.content == expected.text
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize("levels", [70, 300, 900])
+def test_nesting_is_bounded(tooled: tuple[Running, LLM], levels: int) -> None:
+    deep = nested(levels)
+    call = {"id": "1", "function": {"name": "f", "arguments": json.dumps(deep)}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
+    for fields in (
+        {"tools": [tool("f", True, a=deep)]},
+        {"chat_template_kwargs": {"mood": deep}},
+        {"response_format": schema},
+        {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+    ):
+        answer = tooled[0].post("/v1/chat/completions", **{"messages": HI, **fields})
+        assert answer.status_code == 400
+        assert "nested deeper" in answer.json()["error"]["message"]
+
+
 def test_many_choices(tooled: tuple[Running, LLM]) -> None:
     server, _ = tooled
     asked: dict[str, Any] = {"model": "tiny", "messages": HI, "tools": TOOLS, "n": 3, "seed": 2}

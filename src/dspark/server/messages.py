@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,6 +19,8 @@ from dspark.errors import InvalidRequestError
 MAX_TOOLS = 128
 MAX_CALLS = 128
 """In one message."""
+MAX_DEPTH = 64
+"""Of JSON inside a request: schemas, arguments, options."""
 
 
 def problem(field: str, message: str) -> PydanticCustomError:
@@ -27,6 +28,22 @@ def problem(field: str, message: str) -> PydanticCustomError:
     # The message is a template to pydantic; its braces would be looked up.
     safe = message.replace("{", "(").replace("}", ")")
     return PydanticCustomError("bad_field", safe, {"field": field})
+
+
+def shallow(field: str, value: Any) -> None:
+    """Raises what a validator may raise for JSON that is nested deeper than anyone needs."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for v in level for inner in _inside(v)]
+        if not level:
+            return
+    raise problem(field, f"{field} is nested deeper than {MAX_DEPTH} levels")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 class Fields(BaseModel):
@@ -128,6 +145,7 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
     arguments = read_object(call.function.arguments or "{}")
     if arguments is None:
         raise problem("messages", "the arguments of a call in tool_calls are no JSON object")
+    shallow("messages", arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -190,9 +208,7 @@ def checked_tools(tools: Sequence[OfferedTool]) -> None:
         raise problem("tools", f"tools holds {twice} twice")
     try:
         for t in tools:
-            json.dumps(t.given)
+            shallow("tools", t.function.parameters)
             _ = t.tool
-    except RecursionError as e:
-        raise problem("tools", "tools holds a schema that is nested too deeply") from e
     except InvalidRequestError as e:
         raise problem("tools", str(e)) from e

@@ -27,6 +27,7 @@ from dspark.server.messages import (
     checked_tools,
     plain,
     problem,
+    shallow,
 )
 from dspark.types import Grammar, SamplingParams
 
@@ -40,8 +41,8 @@ NOT_YET = frozenset({
     "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
     "chat_template_kwargs", "reasoning_effort", "verbosity", "modalities", "audio", "prediction",
     "thinking", "web_search_options", "service_tier", "echo", "suffix", "best_of",
-    "logprob_token_ids", "prompt_logprobs", "guided_json", "structured_outputs", "min_logprob", "length_penalty",
-    "use_beam_search", "add_generation_prompt", "return_token_strs",
+    "logprob_token_ids", "prompt_logprobs", "guided_json", "structured_outputs", "min_logprob",
+    "length_penalty", "use_beam_search", "add_generation_prompt", "return_token_strs",
 })  # fmt: skip
 """Fields of other servers that a request here refuses unless it has them; null is their default and
 passes."""
@@ -118,6 +119,7 @@ class Generation(Fields):
     @classmethod
     def _format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         given = value or {"type": "text"}
+        shallow("response_format", value)
         kind, more = given.get("type"), given.get("json_schema")
         if kind == "json_schema" and len(given) == 2 and isinstance(more, dict):
             kinds = {"name": str, "schema": dict, "strict": bool, "description": str}
@@ -212,6 +214,12 @@ class ChatRequest(Generation):
         plain(self.messages)
         return self
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _kwargs(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        shallow("chat_template_kwargs", value)
+        return value
+
     @field_validator("tool_choice", mode="wrap")
     @classmethod
     def _choice(cls, value: Any, handler: Handler) -> Any:
@@ -271,6 +279,8 @@ class CompletionRequest(Generation):
 
 class TokenizeRequest(Fields):
     """A text, or a conversation."""
+
+    refused = NOT_YET
 
     model: str | None = None
     prompt: str | None = None

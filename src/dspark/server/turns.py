@@ -128,11 +128,7 @@ def _reasoning(options: dict[str, Any], effort: Any, field: str) -> dict[str, An
     for name, value in [*switches.items(), ("drop_thinking", options.get("drop_thinking", True))]:
         if not isinstance(value, bool):
             raise ApiError(400, f"{KWARGS}: {name} must be true or false", param=KWARGS)
-    if (
-        effort is not None
-        and effort != "none"
-        and not (isinstance(effort, str) and effort in EFFORTS)
-    ):
+    if effort not in (None, "none", *EFFORTS):
         expected = ", ".join(["none", *EFFORTS])
         raise ApiError(400, f"{field}: {EFFORT} is unknown, expected {expected}", param=field)
     wanted = {*switches.values()} | ({effort != "none"} if effort is not None else set())
