@@ -33,6 +33,7 @@ from dspark.models.loading import load_checkpoint
 from dspark.schedule.calibration import FILE as CALIBRATION
 from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
+from dspark.schedule.overlap import check_mode
 from dspark.schedule.policy import DEFAULT as VERIFY
 from dspark.schedule.policy import parse
 from dspark.schedule.scheduler import Scheduler
@@ -62,7 +63,7 @@ class LLM:
         max_context: int | None = None,
         max_users: int = 8,
         prefix_reuse: bool = True,
-        pipeline: str = lanes.DEFAULT,
+        pipeline: str = "auto",
         emulate: str | None = None,
     ) -> None:
         """Load `model`: `default`, a Hugging Face directory or name, or a GGUF file.
@@ -81,7 +82,7 @@ class LLM:
         Raises CheckpointError, ConfigError or ResourceError.
         """
         parse(verify)  # better refused before anything is loaded
-        lanes.check_mode(pipeline)
+        check_mode(pipeline)
         self.emulation = None if emulate is None else Emulation.parse(emulate)
         if threads is not None:
             if threads < 1:
@@ -135,8 +136,7 @@ class LLM:
         name, reason = self._choose_drafter(name)
         mode = "all" if whole_drafts else verify or self._verify
         parse(mode)  # better refused before weights are read
-        pipeline = pipeline or self._pipeline
-        lanes.check_mode(pipeline)
+        check_mode(pipeline := pipeline or self._pipeline)
         key = (name, num_draft_tokens)
         drafter = self._drafter(key)
         if mode == "auto" and drafter.sizes_drafts:

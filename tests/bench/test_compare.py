@@ -107,3 +107,28 @@ def test_report_explains_itself(llm: Any) -> None:
     assert found["versions"].keys() == {"python", "dspark", "torch"}
     explained = {name for names in DEFINITIONS for name in names.split(", ")}
     assert found["results"][0].keys() - {"drafter"} == explained
+
+
+def test_variants_are_drafters_in_each_mode() -> None:
+    several = BenchConfig(drafters=("ngram", "blind"), pipeline=("off", "on", "off"))
+    assert several.variants == {
+        "none": ("none", "off"),
+        "ngram+off": ("ngram", "off"),
+        "ngram+on": ("ngram", "on"),
+        "blind+off": ("blind", "off"),
+        "blind+on": ("blind", "on"),
+    }
+    assert list(BenchConfig().variants) == ["none", "ngram"]
+    for wrong in ((), ("perhaps",)):
+        with pytest.raises(ConfigError, match="pipeline mode"):
+            BenchConfig(pipeline=wrong)
+
+
+def test_the_gain_of_two_lanes_and_the_formula(llm: Any) -> None:
+    """The stand-in is as fast with two lanes: 1 of 12 ms drafts, nothing is ever ready."""
+    report = run(llm, PROMPTS, BenchConfig(pipeline=("off", "on"), repeat=2))
+    none, off, on = report.results
+    assert none.gain_vs_off is off.gain_vs_off is none.hit_rate is off.hit_rate is None
+    assert (on.hit_rate, on.gain_vs_off) == (0, pytest.approx(1))
+    assert on.gain_predicted == pytest.approx(1)
+    assert report.emulated is None and on.pipeline == "on"

@@ -30,7 +30,8 @@ def test_last_line_is_the_json(capsys: Capture) -> None:
             "drafter", "tokens", "seconds", "tokens_per_second", "speedup_vs_none",
             "drafted", "scheduled", "predicted", "accepted", "accepted_length",
             "acceptance_rate", "acceptance_by_position", "draft_ms", "verify_ms", "other_ms",
-            "ttft_ms", "identical_to_none",
+            "ttft_ms", "identical_to_none", "pipeline", "hit_rate", "gain_vs_off",
+            "gain_predicted",
         ]
     ] * 2  # fmt: skip
     assert [r["drafter"] for r in found["results"]] == ["none", "ngram"]
@@ -86,7 +87,7 @@ def test_prompts_by_comma_and_again(fake: type[FakeLLM], capsys: Capture) -> Non
 
 def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
     argv = split("-m x --dtype fp32 --threads 1 --max-context 99 --num-draft-tokens 4")
-    argv += split("--max-tokens 3 --seed 5")
+    argv += split("--max-tokens 3 --seed 5 --emulate-device verify=1ms")
     assert main([*QUICK, *argv]) == 0
     llm = fake.created[0]
     assert llm.options == {
@@ -99,6 +100,8 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "threads": 1,
         "max_context": 99,
         "prefix_reuse": False,
+        "pipeline": "off",
+        "emulate": "verify=1ms",
     }
     assert set(llm.calls[1:]) == {("none", None), ("ngram", 4)}
     measured = [params for _, params in llm.seen[2:]]
@@ -129,3 +132,31 @@ def test_an_unwritable_file_still_prints_nothing_half(tmp_path: Path, capsys: Ca
     assert main([*QUICK, "--json", str(taken)]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_pipeline_modes_take_part_beside_drafters(capsys: Capture) -> None:
+    assert main([*QUICK, "--drafters", "ngram", "--pipeline", "off,on"]) == 0
+    out = capsys.readouterr().out
+    rows = last_line(out)["results"]
+    assert [(r["drafter"], r["pipeline"]) for r in rows] == [
+        ("none", "off"),
+        ("ngram+off", "off"),
+        ("ngram+on", "on"),
+    ]
+    assert "two lanes, ngram+on: hits 0%, gain 1.00x, by the formula 1.00x" in out
+    assert last_line(out)["emulated"] is None and "emulated:" not in out
+
+
+def test_an_unknown_mode_loads_no_model(capsys: Capture) -> None:
+    assert main([*QUICK, "--pipeline", "off,maybe"]) != 0
+    assert "unknown pipeline mode 'maybe'" in capsys.readouterr().err
+    assert not FakeLLM.created
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for name, why in (("lanes.png", "ending in .json"), ("none/lanes.json", "does not exist")):
+        assert main([*QUICK, "--timeline", str(tmp_path / name)]) != 0
+        assert why in capsys.readouterr().err
+    assert not FakeLLM.created

@@ -110,6 +110,8 @@ def test_options_reach_the_model() -> None:
         "threads": 1,
         "max_context": 99,
         "prefix_reuse": True,
+        "pipeline": "off",
+        "emulate": None,
     }
     assert set(llm.calls[1:]) == {("ngram", 4)}
     found = [(p.temperature, p.seed, p.max_tokens) for _, p in llm.seen]

@@ -32,7 +32,7 @@ def test_answer_on_stdout_all_else_on_stderr(capsys: Capture) -> None:
     resolved, statistics = err.splitlines()
     assert resolved == (
         "model fake-7M · dtype int8 (fastest that fits) · drafter ngram (needs no weights) "
-        "· verify auto · device cpu · threads 2"
+        "· verify auto · pipeline off · device cpu · threads 2"
     )
     assert statistics == (
         "10 tok · 150.0 tok/s · accepted length 1.8 · acceptance 50 % · TTFT 40 ms · drafter ngram"
@@ -48,7 +48,8 @@ def test_plain_decoding_has_no_acceptance(capsys: Capture) -> None:
 def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
     argv = split(
         """generate hi -m some/model -d none --num-draft-tokens 3 --dtype fp32 --device cpu
-        --verify static:2 --threads 2 --max-context 64 --temp 0.5 --top-p 0.9 --top-k 7 --min-p 0.1
+        --verify static:2 --pipeline on --emulate-device draft=1ms
+        --threads 2 --max-context 64 --temp 0.5 --top-p 0.9 --top-k 7 --min-p 0.1
         --seed 3
         --max-tokens 4 --stop a --stop b --min-tokens 1 --ignore-eos --presence-penalty 0.1
         --frequency-penalty 0.2 --repetition-penalty 1.1 --logprobs 1 --json --system Hush."""
@@ -65,6 +66,8 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "threads": 2,
         "max_context": 64,
         "prefix_reuse": True,
+        "pipeline": "on",
+        "emulate": "draft=1ms",
     }
     prompt, params = llm.seen[0]
     assert prompt == [

@@ -67,6 +67,8 @@ def test_options_arrive(
         "--max-context",
         "99",
         "--no-prefix-reuse",
+        "--pipeline",
+        "on",
     ]
     assert main([*argv, *more, "--served-model-name", "mine"]) == 0
     settings, options = served["settings"], fake.created[0].options
@@ -79,7 +81,7 @@ def test_options_arrive(
     assert (options["model"], options["drafter"]) == ("some/model", "none")
     assert (options["max_users"], options["max_context"]) == (3, 99)
     assert options["verify"] == "static:2"
-    assert options["prefix_reuse"] is False
+    assert options["prefix_reuse"] is False and options["pipeline"] == "on"
     assert served["llm"].model_name == "mine"
 
 
@@ -89,7 +91,7 @@ def test_help_and_defaults_of_the_library(capsys: pytest.CaptureFixture[str]) ->
     library = inspect.signature(LLM).parameters
     command: Any = typer.main.get_command(app)
     options = {p.name: p.default for p in command.commands["serve"].params if p.name in library}
-    assert len(options) == 9
+    assert len(options) == 10
     assert options == {name: library[name].default for name in options}
 
 

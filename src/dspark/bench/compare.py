@@ -6,6 +6,9 @@ and the ratio is formed within a repeat, then the median over repeats is reporte
 among them. It is plain decoding on the very same path, so the ratio credits drafting with nothing
 but drafting.
 
+With several pipeline modes each drafter takes part in each, as `dspark+on`. What two lanes gained
+stands beside what the formula of `schedule.overlap` says.
+
 At temperature 0 every drafter must produce the token ids of `none`, to the last one. `run` checks
 that on every text; a speed without this verdict is worth nothing.
 
@@ -18,14 +21,15 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dspark.errors import ConfigError
+from dspark.schedule.overlap import check_mode, predicted_gain
 from dspark.types import Output, SamplingParams, Stats
 
 if TYPE_CHECKING:
@@ -54,6 +58,13 @@ DEFINITIONS = {
     "and accepted all before it",
     "draft_ms, verify_ms, other_ms": "mean milliseconds a round spends drafting, in the target's "
     "pass, and on everything else",
+    "pipeline": "lanes that the variant had: off is one; on and auto are two",
+    "hit_rate": "rounds whose draft had been made while the round before was verified / rounds; "
+    "null with one lane",
+    "gain_vs_off": "tokens_per_second / that of the drafter with the pipeline off in the same "
+    "repeat; median over repeats",
+    "gain_predicted": "(1 + r)(1 - h delta) / (1 + (1 - h) r): r = draft_ms / (verify_ms + "
+    "other_ms) with it off, h = hit_rate, 1 - h delta = accepted_length / that with it off",
     "ttft_ms": "time from arrival to the first token; median over texts",
     "identical_to_none": "every token id of every text equals that of none; null when sampling",
 }
@@ -67,6 +78,8 @@ class BenchConfig:
     """`none` is added in front when missing."""
     num_draft_tokens: int | None = None
     """Cap of a block; None leaves each drafter its own default."""
+    pipeline: tuple[str, ...] = ("auto",)
+    """Modes in which each drafter takes part."""
     verify: str = "auto"
     """How much of each draft is checked, as `LLM` takes it."""
     max_tokens: int = 128
@@ -81,11 +94,27 @@ class BenchConfig:
         first = () if BASELINE in self.drafters else (BASELINE,)
         # dict.fromkeys drops repetitions and keeps the order
         object.__setattr__(self, "drafters", tuple(dict.fromkeys((*first, *self.drafters))))
+        object.__setattr__(self, "pipeline", tuple(dict.fromkeys(self.pipeline)))
+        if not self.pipeline:
+            raise ConfigError("no pipeline mode was given: expected off, on, auto, or several")
+        for mode in self.pipeline:
+            check_mode(mode)
         if self.verify != "auto":
             from dspark.schedule.policy import parse  # numpy, which `--help` does without
 
             parse(self.verify)
         self.params(0)  # an impossible temperature is better found before a model is loaded
+
+    @property
+    def variants(self) -> dict[str, tuple[str, str]]:
+        """Name -> drafter and pipeline mode of everything that is compared."""
+        several = len(self.pipeline) > 1
+        return {BASELINE: (BASELINE, "off")} | {
+            f"{d}+{mode}" if several else d: (d, mode)
+            for d in self.drafters
+            if d != BASELINE
+            for mode in self.pipeline
+        }
 
     def params(self, prompt: int) -> SamplingParams:
         return SamplingParams(
@@ -125,6 +154,10 @@ class Result:
     other_ms: float | None
     ttft_ms: float
     identical_to_none: bool | None
+    pipeline: str
+    hit_rate: float | None
+    gain_vs_off: float | None
+    gain_predicted: float | None
 
 
 @dataclass(frozen=True)
@@ -138,6 +171,8 @@ class Report:
     config: BenchConfig
     prompts: PromptSet
     results: tuple[Result, ...]
+    emulated: str | None
+    """The device whose times these are, if they are not this machine's."""
     differences: tuple[str, ...]
     """One sentence for each drafter whose text was not that of `none`."""
 
@@ -160,6 +195,7 @@ class Report:
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
+            "emulated": self.emulated,
             "prompts": {
                 "name": self.prompts.name,
                 "sha256": self.prompts.sha256,
@@ -182,18 +218,30 @@ def run(
     on_text: Callable[[Text], None] | None = None,
 ) -> Report:
     """Warm up, measure, compare. `on_text` hears of every measured text."""
-    for drafter in config.drafters:
-        _generate(llm, drafter, prompts, 0, config, max_tokens=WARM_UP_TOKENS)
+    lanes: dict[str, str] = {}
+    for variant in config.variants:
+        _generate(llm, variant, prompts, 0, config, max_tokens=WARM_UP_TOKENS)
+        lanes[variant] = llm.pipeline
     texts: list[Text] = []
     for repeat in range(config.repeat):
         for i in range(len(prompts)):
-            for drafter in rotated(config.drafters, repeat + i):
-                output, seconds = _generate(llm, drafter, prompts, i, config)
-                texts.append(Text(drafter, repeat, i, output, seconds))
+            for variant in rotated(list(config.variants), repeat + i):
+                output, seconds = _generate(llm, variant, prompts, i, config)
+                texts.append(Text(variant, repeat, i, output, seconds))
                 if on_text is not None:
                     on_text(texts[-1])
     differences = {} if config.temperature > 0 else _differences(texts)
-    speeds = {d: _speeds(texts, d, config.repeat) for d in config.drafters}
+    speeds = {v: _speeds(texts, v, config.repeat) for v in config.variants}
+    results = {
+        v: _result(
+            [t for t in texts if t.drafter == v],
+            speeds[v],
+            speeds[BASELINE],
+            None if config.temperature > 0 else v not in differences,
+            lanes[v],
+        )
+        for v in config.variants
+    }
     return Report(
         model=llm.model_name,
         dtype=llm.dtype,
@@ -201,17 +249,32 @@ def run(
         threads=llm.threads,
         config=config,
         prompts=prompts,
-        results=tuple(
-            _result(
-                [t for t in texts if t.drafter == d],
-                speeds[d],
-                speeds[BASELINE],
-                None if config.temperature > 0 else d not in differences,
-            )
-            for d in config.drafters
-        ),
+        results=tuple(_with_gain(v, results, speeds, config) for v in config.variants),
+        emulated=None if llm.emulation is None else str(llm.emulation),
         differences=tuple(differences.values()),
     )
+
+
+def _with_gain(
+    variant: str,
+    results: Mapping[str, Result],
+    speeds: Mapping[str, Sequence[float | None]],
+    config: BenchConfig,
+) -> Result:
+    """The row of a variant with what two lanes gained over one, if both were measured."""
+    ours, plain = results[variant], f"{config.variants[variant][0]}+off"
+    if plain not in results or plain == variant:
+        return ours
+    base, predicted = results[plain], None
+    h, tau, tau_off = ours.hit_rate, ours.accepted_length, base.accepted_length
+    if h is not None and tau and tau_off and base.draft_ms is not None:
+        assert base.verify_ms is not None and base.other_ms is not None
+        r = base.draft_ms / (base.verify_ms + base.other_ms)
+        predicted = tau / tau_off * predicted_gain(r, h)
+    gain = known_median(
+        [s / b if s and b else None for s, b in zip(speeds[variant], speeds[plain], strict=True)]
+    )
+    return replace(ours, gain_vs_off=gain, gain_predicted=predicted)
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
@@ -222,15 +285,16 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
 
 def _generate(
     llm: LLM,
-    drafter: str,
+    variant: str,
     prompts: PromptSet,
     index: int,
     config: BenchConfig,
     max_tokens: int | None = None,
 ) -> tuple[Output, float]:
     # The baseline drafts nothing; a cap meant for the others is none of its business.
+    drafter, mode = config.variants[variant]
     cap = None if drafter == BASELINE else config.num_draft_tokens
-    llm.set_drafter(drafter, cap, verify=config.verify)
+    llm.set_drafter(drafter, cap, verify=config.verify, pipeline=mode)
     params = config.params(index)
     if max_tokens is not None:
         params = SamplingParams(max_tokens=max_tokens, temperature=params.temperature, seed=0)
@@ -253,6 +317,7 @@ def _result(
     speeds: Sequence[float | None],
     baseline: Sequence[float | None],
     identical: bool | None,
+    pipeline: str,
 ) -> Result:
     stats = Stats.total([t.output.stats for t in texts])
 
@@ -279,6 +344,10 @@ def _result(
         other_ms=per_round(stats.other_ms),
         ttft_ms=median(t.output.stats.ttft_ms for t in texts),
         identical_to_none=identical,
+        pipeline=pipeline,
+        hit_rate=None if pipeline == "off" else stats.hit_rate,
+        gain_vs_off=None,
+        gain_predicted=None,
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dspark.bench import compare
+from dspark.bench import compare, lanes
 from dspark.bench.picture import check_file, replacing
 from dspark.bench.prompts import BUILTIN, PREFIX, load_prompts
 from dspark.cli import options as opt
@@ -46,6 +46,16 @@ def bench(
     ] = ",".join(DEFAULT.drafters),
     num_draft_tokens: opt.NumDraftTokensOption = DEFAULT.num_draft_tokens,
     verify: opt.VerifyOption = DEFAULT.verify,
+    pipeline: Annotated[
+        str,
+        typer.Option(
+            metavar="MODES",
+            help="Draft while the target verifies: off, on, auto, or several with commas, and each"
+            " drafter takes part in each.",
+            rich_help_panel=opt.MODEL_PANEL,
+        ),
+    ] = ",".join(DEFAULT.pipeline),
+    emulate_device: opt.EmulateOption = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,6 +89,16 @@ def bench(
             rich_help_panel=opt.OUTPUT_PANEL,
         ),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write what both lanes do during one text as a Chrome trace (.json), and a picture"
+            " of it beside it (.png).",
+            show_default=False,
+            rich_help_panel=opt.OUTPUT_PANEL,
+        ),
+    ] = None,
     color: Annotated[
         ui.Color,
         typer.Option(
@@ -93,6 +113,7 @@ def bench(
     config = compare.BenchConfig(
         drafters=tuple(ui.split([drafters])),
         num_draft_tokens=num_draft_tokens,
+        pipeline=tuple(ui.split([pipeline])),
         verify=verify,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -102,6 +123,8 @@ def bench(
     chosen = load_prompts(ui.split(prompts or [DEFAULT_PROMPTS]), limit)
     if json_file is not None:
         check_file(json_file)
+    if timeline is not None:
+        lanes.check(timeline)
     llm = opt.load_llm(
         model,
         drafter=compare.BASELINE,
@@ -110,13 +133,16 @@ def bench(
         device=device,
         threads=threads,
         max_context=max_context,
+        emulate=emulate_device,
         prefix_reuse=False,  # or the second of two equal prompts would be short
     )
     muted = ui.Paint(ui.wants_color(color, sys.stderr)).muted
     ui.note(muted(ui.resolved_line(llm)))
-    with _progress(color, len(chosen) * len(config.drafters) * config.repeat) as on_text:
+    with _progress(color, len(chosen) * len(config.variants) * config.repeat) as on_text:
         report = compare.run(llm, chosen, config, on_text)
     _print_table(report, color)
+    if timeline is not None:
+        _write_timeline(lanes.record(llm, chosen, config), timeline)
     line = json.dumps(ui.finite(report.as_json()), ensure_ascii=False, allow_nan=False)
     if json_file is not None:
         with replacing(json_file) as temporary:
@@ -128,6 +154,14 @@ def bench(
         ui.note(f"error: {difference}: speculation must not change a greedy text")
     if report.differences:
         raise typer.Exit(1)
+
+
+def _write_timeline(found: lanes.Lanes, file: Path) -> None:
+    lanes.write(found, file)
+    times = f"emulated ({found.emulated})" if found.emulated else "measured"
+    print(f"timeline of {found.drafter}, times {times}: {file} and {file.with_suffix('.png')}")
+    for when, idle in found.idle.items():
+        print(f"  {when}: " + ", ".join(f"{lane} idle {share:.0%}" for lane, share in idle.items()))
 
 
 def _refuse_misplaced(context: typer.Context) -> None:
@@ -195,6 +229,15 @@ def _print_table(report: compare.Report, color: ui.Color) -> None:
         if r.acceptance_by_position:
             rates = " ".join(f"{rate:.2f}" for rate in r.acceptance_by_position)
             print(f"acceptance by position, {r.drafter}: {rates}")
+    for r in report.results:
+        if r.hit_rate is not None:
+            print(
+                f"two lanes, {r.drafter}: hits {r.hit_rate:.0%},"
+                f" gain {ui.number(r.gain_vs_off, 2, 'x')},"
+                f" by the formula {ui.number(r.gain_predicted, 2, 'x')}"
+            )
+    if report.emulated is not None:
+        print(f"emulated: every time is that of another device, {report.emulated}")
     print(f"prompts: {report.prompts.name}, {len(report.prompts)} of them, one at a time")
     paint = ui.Paint(ui.wants_color(color, sys.stdout))
     print(paint.muted("\n".join(f"  {k}: {v}" for k, v in compare.DEFINITIONS.items())))

@@ -28,22 +28,13 @@ from dspark.engine.lane import InlineLane, Lane
 from dspark.engine.lane_process import ProcessLane
 from dspark.engine.pipeline import PipelinedEngine
 from dspark.engine.timeline import Timeline
-from dspark.errors import ConfigError, ResourceError
+from dspark.errors import ResourceError
 from dspark.models.build import build_target, choose
 from dspark.models.loading import load_checkpoint
 from dspark.models.target import Target
 from dspark.schedule.cost import CostTable
-from dspark.schedule.overlap import MARGIN, LaneTimes, foreseen_gain
+from dspark.schedule.overlap import MARGIN, LaneTimes, Overlap, foreseen_gain
 from dspark.schedule.scheduler import Scheduler
-
-MODES = ("off", "on", "auto")
-DEFAULT = "auto"
-
-
-def check_mode(mode: str) -> None:
-    """Raise ConfigError for an unknown one."""
-    if mode not in MODES:
-        raise ConfigError(f"unknown pipeline mode {mode!r}: expected one of {', '.join(MODES)}")
 
 
 @dataclass(frozen=True)
@@ -101,6 +92,7 @@ class Lanes:
         self._target, self._threads, self._emulation = target, threads, emulation
         self._verdicts: dict[object, Verdict] = {}
         self._open: dict[DrafterSpec, ProcessLane] = {}
+        self._overlaps: dict[tuple[str, DrafterSpec], dict[int, Overlap]] = {}
 
     def decide(self, mode: str, drafter: Drafter, spec: DrafterSpec) -> Verdict:
         """How many lanes this drafter gets. The first `auto` for a drafter measures a few rounds;
@@ -147,6 +139,7 @@ class Lanes:
                     cap=drafter.cap,
                     always=mode == "on",
                     set_threads=lambda overlapped: self._set_threads(lane, overlapped),
+                    overlaps=self._overlaps.setdefault((mode, spec), {}),
                     **options,
                 )
                 return pipelined, verdict

@@ -65,6 +65,7 @@ class PipelinedEngine(Engine):
         cap: int | None = None,
         always: bool = True,
         set_threads: Callable[[bool], None] = lambda overlapped: None,
+        overlaps: dict[int, Overlap] | None = None,
         prefill_chunk: int = 256,
         scheduler: Scheduler | None = None,
         prefix_reuse: bool = False,
@@ -76,6 +77,7 @@ class PipelinedEngine(Engine):
                      drafts one more loses nothing to coupling
         always       overlap every round; else those where it pays (`schedule.overlap`)
         set_threads  called when rounds begin to overlap and when they cease to
+        overlaps     what earlier engines with this lane have learned, and this one will
         """
         super().__init__(
             target,
@@ -91,7 +93,7 @@ class PipelinedEngine(Engine):
         self.counts = Counts()
         self._cap = self.drafter.cap = lane.cap if cap is None else cap
         self._always, self._set_threads = always, set_threads
-        self._overlaps: dict[int, Overlap] = {}
+        self._overlaps: dict[int, Overlap] = {} if overlaps is None else overlaps
         self._overlapping: bool | None = None
         self._blocks = Blocks(lane)
         self._halves: dict[str, int] = {}

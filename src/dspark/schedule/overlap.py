@@ -24,6 +24,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dspark.errors import ConfigError
+
+MODES = ("off", "on", "auto")
+"""One lane; two in every round; two where they pay."""
 PROBE = 12
 """Rounds of one way before the other gets its turn."""
 TURNS = 4
@@ -31,9 +35,18 @@ FIRST_WAIT, LONGEST_WAIT = 256, 4096
 """Rounds of the chosen way before the other is tried again."""
 MARGIN = 1.02
 """What overlap must gain to be chosen: below lies noise."""
-MEMORY = 0.98
+MEMORY, TOKEN_MEMORY = 0.9, 0.998
+"""Weight of the past in times and in tokens, each round."""
+PRIOR = 50.0
+"""Rounds that "both ways yield the same" is worth."""
 HOPED_HITS = 0.7
 """Of a drafter that nothing is known of."""
+
+
+def check_mode(mode: str) -> None:
+    """Raise ConfigError for an unknown one."""
+    if mode not in MODES:
+        raise ConfigError(f"unknown pipeline mode {mode!r}: expected one of {', '.join(MODES)}")
 
 
 def predicted_gain(
@@ -67,14 +80,23 @@ def foreseen_gain(t: LaneTimes, hit_rate: float = HOPED_HITS) -> float:
 
 @dataclass
 class Arm:
-    """Fading sums of rounds of one way."""
+    """Fading sums of rounds of one way. Times change with the machine and vary little from round to
+    round; tokens vary much and change slowly."""
 
+    rounds: float = 0.0
     ms: float = 0.0
+    token_rounds: float = 0.0
     tokens: float = 0.0
 
     def add(self, ms: float, tokens: int) -> None:
+        self.rounds = MEMORY * self.rounds + 1
         self.ms = MEMORY * self.ms + ms
-        self.tokens = MEMORY * self.tokens + tokens
+        self.token_rounds = TOKEN_MEMORY * self.token_rounds + 1
+        self.tokens = TOKEN_MEMORY * self.tokens + tokens
+
+    def yields(self, usual: float) -> float:
+        """Tokens a round; as `usual` until there is evidence."""
+        return (self.tokens + PRIOR * usual) / (self.token_rounds + PRIOR)
 
 
 class Overlap:
@@ -98,9 +120,13 @@ class Overlap:
     def gain(self) -> float | None:
         """Speed with overlap over speed without, as observed; None while one is unknown."""
         serial, overlapped = self._arms[False], self._arms[True]
-        if not (serial.tokens and overlapped.tokens and overlapped.ms):
+        if not (serial.ms and overlapped.ms):
             return None
-        return serial.ms / serial.tokens * overlapped.tokens / overlapped.ms
+        usual = (serial.tokens + overlapped.tokens) / (
+            serial.token_rounds + overlapped.token_rounds
+        )
+        faster = serial.ms / serial.rounds * overlapped.rounds / overlapped.ms
+        return faster * overlapped.yields(usual) / serial.yields(usual)
 
     def observe(self, *, overlapped: bool, tokens: int, ms: float) -> None:
         """A round of `ms` milliseconds emitted `tokens`."""
