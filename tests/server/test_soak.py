@@ -61,6 +61,7 @@ def test_what_is_a_problem(script: dict[str, Any]) -> None:
         ({"slowest_health": 0.5}, "/health took 0.50 s"),
         *(({"after": replace(state, **{n: 99})}, f"{n} was") for n in
           ("free_slots", "in_flight", "tasks", "threads", "files")),
+        ({"after": replace(state, free_slots=7)}, "free_slots was 8 and is 7"),
         ({"after": replace(state, memory_mib=165.0)}, "memory grew by 65 MiB"),
     ]:  # fmt: skip
         (problem,) = replace(good, **change).problems(64)

@@ -64,7 +64,7 @@ class Local:
         thinks = self._effort not in (None, "none")
         prompt: Any = messages
         if thinks:
-            options = {"thinking": True, "reasoning_effort": self._effort}
+            options: dict[str, Any] = {"thinking": True, "reasoning_effort": self._effort}
             prompt = self._llm.encode_prompt(messages, **options)
         reader = self._llm.tokenizer.answers.reader(thinking=thinks)
         chunks = cast("Generator[Chunk]", self._llm.stream(prompt, params))
