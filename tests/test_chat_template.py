@@ -55,6 +55,24 @@ def test_equals_transformers(tmp_path: Path, name: str, prompt: bool) -> None:
     assert ours.encode_chat(CHAT, add_generation_prompt=prompt) == ours.encode(expected)
 
 
+@pytest.mark.parametrize(
+    ("template", "options", "tools"),
+    [
+        ("{{ messages }}{{ bos_token }}{{ add_generation_prompt }}", set(), False),
+        ("{% for t in tools %}{{ raise_exception(t) }}{% endfor %}", {"tools"}, False),
+        ("{% for t in tools %}<tool_call>{{ t }}{% endfor %}{{ mood }}", {"tools", "mood"}, True),
+        ("{% set x = 1 %}{{ range(x) }}<tool_call>{{ strftime_now('') }}", set(), False),
+    ],
+)
+def test_what_a_template_reads(
+    tmp_path: Path, template: str, options: set[str], tools: bool
+) -> None:
+    """Neither its own names nor those of the sandbox; tools only where calls can be read."""
+    path = directory(tmp_path, chat_template=template, bos_token="<bos>")
+    ours = Tokenizer.from_directory(path)
+    assert (ours.chat_options, ours.knows_tools) == (options, tools)
+
+
 def test_variables_reach_the_template(tmp_path: Path) -> None:
     ours = with_template(tmp_path, "{{ enable_thinking }} {{ tools | length }} {{ eos_token }}")
     text = ours.apply_chat_template(CHAT, enable_thinking=False, tools=[1, 2], eos_token="E")

@@ -167,6 +167,17 @@ def test_conversations_are_written_without_a_template(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == (1,)
     with pytest.raises(InvalidRequestError, match="refused an option"):
         tokenizer.encode_chat(messages, colour="red")
+    options = {"tools", "thinking", "reasoning_effort", "drop_thinking"}
+    assert tokenizer.chat_options == options and tokenizer.knows_tools
+
+
+def test_the_marks_of_answers_are_text(tmp_path: Path) -> None:
+    """The file calls them special; the parts of an answer are told by them all the same."""
+    tokenizer = load_checkpoint(str(directory(tmp_path, TINY))).tokenizer
+    answer = tokenizer.encode("Hm</think>hi")
+    assert b"".join(tokenizer.id_to_bytes(i) for i in answer) == b"Hm</think>hi"
+    assert tokenizer.id_to_bytes(tokenizer.encode(deepseek_v4_chat.EOS)[0]) == b""
+    assert tokenizer.answers is deepseek_v4_chat.FORMAT
 
 
 def test_a_template_that_is_there_counts(tmp_path: Path) -> None:
