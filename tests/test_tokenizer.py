@@ -133,6 +133,10 @@ def test_default_chat_template(
     assert smollm.encode_chat(messages, add_generation_prompt=prompt) == smollm.encode(expected)
 
 
+def test_the_default_model_knows_no_tools(smollm: Tokenizer) -> None:
+    assert smollm.chat_options == frozenset() and not smollm.knows_tools
+
+
 def test_fingerprint(smollm: Tokenizer, metadata: dict[str, Any]) -> None:
     assert len(smollm.fingerprint) == 64
     assert smollm.fingerprint == Tokenizer.from_gguf(metadata).fingerprint
