@@ -77,3 +77,8 @@ def impossible() -> Drafter:
 
 def process(build: Callable[[], Drafter], vocab: int = V) -> ProcessLane:
     return ProcessLane(build, num_slots=SLOTS, vocab_size=vocab, max_draft=6)
+
+
+def near(block: int, far: float) -> Drafter:
+    """Draws from the law of `table_target` but for noise: right most of the time."""
+    return Sampled(torch.softmax(table(0, 0.8) + table(1, far), 1), block)

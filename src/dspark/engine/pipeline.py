@@ -49,6 +49,8 @@ from dspark.types import Chunk, Draft, Round, Verdict
 
 MAX_BRANCHES = 3
 """Outcomes that are drafted behind beside the optimistic one."""
+ROOM = 0.8
+"""Share of a pass that may be planned for: a lane that is late keeps a miss waiting."""
 RECENT = 0.9
 """Weight of the past in the running times of both lanes."""
 
@@ -221,7 +223,7 @@ class PipelinedEngine(Engine):
     @property
     def _spare(self) -> int:
         """Blocks that the lane has time for in a pass, beside the one it is asked for."""
-        fits = int(self._verify_ms / self._draft_ms) - 1 if self._draft_ms else 0
+        fits = int(ROOM * self._verify_ms / self._draft_ms) - 1 if self._draft_ms else 0
         return min(max(fits, 0), MAX_BRANCHES)
 
     def _forget_ended(self) -> None:
