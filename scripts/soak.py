@@ -147,7 +147,7 @@ def _plan(kind: str, seed: int, dice: random.Random, llm: LLM, max_tokens: int) 
         extra = [{"response_format": form}, {"logprobs": True, "top_logprobs": 2}]
         if llm.tokenizer.knows_tools:
             extra += [{"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}]
-        if llm.tokenizer.answers.end_think:
+        if llm.tokenizer.knows_thinking:
             extra.append({"reasoning_effort": "low"})
     if dice.random() < 0.3:
         body |= dice.choice(extra)

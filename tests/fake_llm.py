@@ -25,6 +25,7 @@ WRONG = len(WORDS)
 
 class FakeTokenizer:
     answers = AnswerFormat()
+    knows_thinking = False
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join((*WORDS, " WRONG")[i] for i in ids)

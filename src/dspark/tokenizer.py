@@ -187,6 +187,11 @@ class Tokenizer:
         """Whether the chat format offers tools, in a way whose calls can be read."""
         return self.answers.calls is not None and "tools" in self.chat_options
 
+    @property
+    def knows_thinking(self) -> bool:
+        """Whether the chat format is told to reason or not, by `thinking`, and where that ends."""
+        return bool(self.answers.end_think) and "thinking" in self.chat_options
+
     # -- where it comes from -------------------------------------------------------------------
 
     @classmethod

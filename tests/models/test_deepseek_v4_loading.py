@@ -169,6 +169,7 @@ def test_conversations_are_written_without_a_template(tmp_path: Path) -> None:
         tokenizer.encode_chat(messages, colour="red")
     options = {"tools", "thinking", "reasoning_effort", "drop_thinking"}
     assert tokenizer.chat_options == options and tokenizer.knows_tools
+    assert tokenizer.knows_thinking
 
 
 def test_the_marks_of_answers_are_text(tmp_path: Path) -> None:
@@ -185,3 +186,4 @@ def test_a_template_that_is_there_counts(tmp_path: Path) -> None:
     (path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     tokenizer = load_checkpoint(str(path)).tokenizer
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+    assert not tokenizer.knows_thinking and not tokenizer.knows_tools

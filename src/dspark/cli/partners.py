@@ -53,7 +53,7 @@ class Local:
 
     def __init__(self, llm: LLM, effort: str | None) -> None:
         """Raises ConfigError if the model cannot be told to reason, and `effort` does so."""
-        if effort is not None and not llm.tokenizer.answers.end_think:
+        if effort is not None and not llm.tokenizer.knows_thinking:
             raise ConfigError(
                 f"--reasoning-effort {effort}: {llm.model_name} cannot be told whether to reason"
             )

@@ -306,7 +306,7 @@ class _Routes:
                 "version": __version__,
                 "model": model.model_name,
                 "drafter": model.drafter_name,
-                "reasons": bool(model.tokenizer.answers.end_think),
+                "reasons": model.tokenizer.knows_thinking,
                 "max_model_len": model.engine.target.max_context,
                 "max_users": model.engine.target.num_slots,
                 "plain_tokens_per_second": self._worker.plain_speed,

@@ -62,7 +62,7 @@ def turn_of(body: ChatRequest, tokenizer: Tokenizer) -> Turn:
         )
     offered = () if body.tool_choice == "none" else tuple(body.tools or ())
     options = _options(body, tokenizer)
-    thinking = bool(answers.end_think and options.get("thinking"))
+    thinking = tokenizer.knows_thinking and bool(options.get("thinking"))
     if offered:
         options["tools"] = [t.given for t in offered]
     if isinstance(body.tool_choice, NamedTool):
@@ -111,7 +111,7 @@ def _options(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     if body.reasoning_effort is not None and effort not in (None, body.reasoning_effort):
         raise ApiError(400, f"{EFFORT} has another value in {KWARGS}: give one", param=EFFORT)
     field, effort = (EFFORT, body.reasoning_effort) if effort is None else (KWARGS, effort)
-    if tokenizer.answers.end_think and "thinking" in known:
+    if tokenizer.knows_thinking:
         options = _reasoning(options, effort, field)
     elif effort is not None:
         options[EFFORT] = effort
