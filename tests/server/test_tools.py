@@ -103,6 +103,14 @@ def test_a_call_that_is_cut_off_is_given_back() -> None:
                 assert parts.content == text
 
 
+def test_a_long_call_does_not_look_dead() -> None:
+    with serving(v4(CALLS, tools=TOOLS, right="none"), keep_alive=0.05) as s:
+        s.worker.ready().engine.target.seconds = 0.01  # type: ignore[attr-defined]
+        raw = s.post("/v1/chat/completions", messages=HI, tools=TOOLS, temperature=0, stream=True)
+    begun, made_at = raw.text.index('"content":"W"'), raw.text.index("tool_calls")
+    assert raw.text[begun:made_at].count(": keep-alive\n\n") >= 2
+
+
 def test_tool_choice_none_offers_nothing() -> None:
     asked: dict[str, Any] = {"model": "scripted", "messages": HI, "tools": TOOLS, "temperature": 0}
     with serving(v4(CALLS)) as s:

@@ -1,13 +1,14 @@
 """Server-sent events: one answer as a stream of messages.
 
-While nothing happens (a long prompt, a full queue) a comment goes out now and then, so that proxies
-and clients do not take silence for death. An error behind the headers is a message of its own.
-When the client hangs up, or the stream ends for any other reason, the answer is closed, which frees
-its slots within one round.
+While nothing is sent (a long prompt, a full queue, a long call of a tool) a comment goes out now and
+then, so that proxies and clients do not take silence for death. An error behind the headers is a
+message of its own. When the client hangs up, or the stream ends for any other reason, the answer is
+closed, which frees its slots within one round.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 
 from starlette.responses import StreamingResponse
@@ -41,13 +42,18 @@ class EventStream(StreamingResponse):
     async def _messages(
         self, answer: Answer, reply: Reply, choices: int, keep_alive: float
     ) -> AsyncIterator[bytes]:
+        sent = time.monotonic()
         try:
             async for item in answer.events(keep_alive):
-                if item is None:
-                    yield KEEP_ALIVE
-                    continue
-                for chunk in reply.chunks(*item):
+                chunks = [] if item is None else reply.chunks(*item)
+                for chunk in chunks:
                     yield _data(chunk)
+                # Tokens may come without a message: those of a call, until it is complete.
+                if not chunks and item is not None and time.monotonic() - sent < keep_alive:
+                    continue
+                if not chunks:
+                    yield KEEP_ALIVE
+                sent = time.monotonic()
             for chunk in reply.end(choices):
                 yield _data(chunk)
         except ApiError as error:
