@@ -1,9 +1,9 @@
 """Server-sent events: one answer as a stream of messages.
 
-While nothing is sent (a long prompt, a full queue, a long call of a tool) a comment goes out now and
-then, so that proxies and clients do not take silence for death. An error behind the headers is a
-message of its own. When the client hangs up, or the stream ends for any other reason, the answer is
-closed, which frees its slots within one round.
+While nothing is sent (a long prompt, a full queue, a long call of a tool) a comment goes out now
+and then, so that proxies and clients do not take silence for death. An error behind the headers is
+a message of its own. When the client hangs up, or the stream ends for any other reason, the answer
+is closed, which frees its slots within one round.
 """
 
 from __future__ import annotations
