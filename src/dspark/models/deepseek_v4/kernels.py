@@ -196,7 +196,8 @@ def load() -> Kernels:
     library.load()  # says in a line what is wrong with the compiler, if anything is
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "cc"
     here = resources.files("dspark.models.deepseek_v4")
-    sources = {name: here.joinpath(name).read_bytes() for name in ("glue.c", "attention.h", "vectors.h")}
+    names = ("glue.c", "attention.h", "vectors.h")
+    sources = {name: here.joinpath(name).read_bytes() for name in names}
     flags = [*library.FLAGS, *(["-fopenmp"] if library._torch_openmp() else [])]
     command = " ".join([compiler, *flags]).encode()
     key = hashlib.sha256(b"\0".join((*sources.values(), command, library._cpu_features())))
