@@ -226,3 +226,21 @@ def test_rows_are_cut_into_pieces() -> None:
     ]
     assert flat == [(0, 4, 1), (0, 5, 2), (0, 6, 3), (1, 0, 4), (1, 1, 5), (1, 2, 6), (1, 3, 7)]
     assert all(c.verified is None for part, _ in found for c in part)
+
+
+def test_without_a_process_there_is_no_lane(
+    process: ProcessLane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start an error; later plain decoding."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(11, "no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(ResourceError, match="did not start"):
+        lanes.process(lanes.sampled)
+    assert process.process is not None
+    process.process.kill()
+    process.process.wait()
+    assert not len(process.propose([context([1])])[0])
+    assert process.dead and "no more processes" in caplog.text

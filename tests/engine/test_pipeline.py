@@ -124,11 +124,11 @@ def test_outcomes_of_bets(
         assert played.ids("r") == texts[prompt][:TEXT]
         counts = engine.counts
         if pattern == "all":
-            assert counts.rounds and counts.hits == counts.rounds
+            assert counts.bets and counts.hits == counts.bets
         if pattern == "none" and lane is Tight and verify != "static:0":
-            assert counts.rounds and not counts.hits
+            assert counts.bets and not counts.hits
         if pattern == "none" and lane is Roomy:
-            assert counts.hits > counts.rounds / 2  # the second guess is right
+            assert counts.hits > counts.bets / 2  # the second guess is right
 
 
 def test_a_hit_is_verified_without_a_draft_in_between(model: Target, texts: dict[Ids, Ids]) -> None:
@@ -144,7 +144,7 @@ def test_a_hit_is_verified_without_a_draft_in_between(model: Target, texts: dict
     played, engine = run(model, Counting(texts, 5), [request(prompt, max_tokens=TEXT)])
     assert asked[0] == 0 and all(asked[1:])
     assert all(len(s[3]) == 5 for s in played.shares("r")[:5])
-    assert engine.counts.fresh_rounds == 1
+    assert engine.counts.fresh == 1
 
 
 def test_a_tail_is_a_block(model: Target, texts: dict[Ids, Ids]) -> None:
@@ -161,7 +161,7 @@ def test_a_tail_is_a_block(model: Target, texts: dict[Ids, Ids]) -> None:
     )
     assert played.ids("r") == texts[PROMPTS[0]][:TEXT]
     assert len(asked) * 3 <= len(played.rounds["r"]) + 3
-    assert engine.counts.hits == engine.counts.rounds
+    assert engine.counts.hits == engine.counts.bets
 
 
 def test_one_more_token_is_drafted_where_the_lane_can(model: Target, texts: dict[Ids, Ids]) -> None:
@@ -208,7 +208,7 @@ def test_the_drafters_of_deepseek_v4(
         assert played.ids(r.id) == plain[r.prompt_ids][: r.params.max_tokens]
     assert not engine.drafter.failures
     if batch == 1 and pattern == "all":
-        assert engine.counts.hits == engine.counts.rounds > 3
+        assert engine.counts.hits == engine.counts.bets > 3
 
 
 class GuidedAhead(Guided):
@@ -225,7 +225,7 @@ def test_prompt_lookup_goes_through_the_second_loop_unharmed(
         played, engine = run(model, NgramDrafter(model), many(batch))
         for r in many(batch):
             assert played.ids(r.id) == texts[r.prompt_ids][: r.params.max_tokens]
-        assert not engine.counts.rounds
+        assert not engine.counts.bets
 
 
 # -- endings -------------------------------------------------------------------------------------

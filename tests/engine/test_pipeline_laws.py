@@ -100,7 +100,7 @@ def p_value(
         np.add.at(seen, (ids[:-2], ids[1:-1], ids[2:]), 1)
     if kinds is not None:
         counts = running.counts
-        kinds |= {"hits": counts.hit_rounds, "fresh": counts.fresh_rounds}
+        kinds |= {"hits": counts.ahead, "fresh": counts.fresh}
     law = torch.softmax(LAW.double(), 1).numpy()
     return min(1.0, 2 * min(chi_square(seen, law[None]), chi_square(seen.sum(0), law)))
 

@@ -35,20 +35,16 @@ class Bet:
 
 @dataclass
 class Counts:
-    """Of rounds of single requests that drafted ahead."""
+    """Of rounds of single requests in two lanes."""
 
-    rounds: int = 0
+    bets: int = 0
+    """Rounds that drafted ahead, or had a tail."""
     hits: int = 0
-    """Rounds behind which a block was ready."""
-    hit_rounds: int = 0
-    hit_tokens: int = 0
-    """Emitted by rounds whose block had been drafted ahead."""
-    fresh_rounds: int = 0
-    fresh_tokens: int = 0
-
-    @property
-    def hit_rate(self) -> float | None:
-        return self.hits / self.rounds if self.rounds else None
+    """Of these, those behind which a block was ready."""
+    ahead: int = 0
+    """Rounds whose own block had been ready."""
+    fresh: int = 0
+    """Rounds whose block had to be waited for."""
 
 
 class Blocks:

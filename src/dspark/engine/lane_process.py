@@ -104,21 +104,27 @@ class ProcessLane(Lane):
     # -- the process -----------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._is_ready = False
         ours, theirs = Pipe()
         self._pipe: Connection[Any, Any] = ours
         self._features, self._laws = (wire.Shared(n) for n in self._sizes)
         fds = theirs.fileno(), self._features.fd, self._laws.fd
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dspark.engine.lane_child", *(str(fd) for fd in fds)],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # it is the caller's
-            env={**os.environ, "OMP_NUM_THREADS": str(self._start.threads)},
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dspark.engine.lane_child", *(str(fd) for fd in fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # it is the caller's
+                env={**os.environ, "OMP_NUM_THREADS": str(self._start.threads)},
+                start_new_session=True,
+            )
+        except OSError as e:
+            log.warning("no process for the drafter can be started: %s", e.strerror)
+            for part in (ours, theirs, self._features, self._laws):
+                part.close()
+            return
         theirs.close()
         self._finalizer = weakref.finalize(self, _end, self.process, ours)
-        self._is_ready = False
         self._pieces_sent = self._pieces_read = 0
         self._send((list(sys.path), self._sizes))
         self._send(self._start)

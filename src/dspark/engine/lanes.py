@@ -174,6 +174,8 @@ class Lanes:
             times = LaneTimes(e.verify_ms, e.draft_ms, e.verify_ms, e.draft_ms)
             if not (e.verify_ms and e.draft_ms):
                 return Verdict(False, "only one of both times is emulated")
+        elif self._target.device.type != "cpu":
+            return Verdict(False, "two lanes were not tried on this device yet")
         elif cores() < 2 or self._threads < 2:
             return Verdict(False, "one core has no room for two lanes")
         elif profile.is_off():

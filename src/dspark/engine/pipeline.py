@@ -183,7 +183,7 @@ class PipelinedEngine(Engine):
         else:
             self._ask_next(group)
         clock.append(time.perf_counter())
-        self._follow(clock, whole, chunks)
+        self._follow(clock, whole)
         admit, draft, assemble, verify, rest = ((b - a) * 1e3 for a, b in pairwise(clock))
         times = Times(draft, verify, admit + assemble + rest)
         self.scheduler.observe(
@@ -290,7 +290,7 @@ class PipelinedEngine(Engine):
         won = None
         if s.finish_reason is None:
             won = next((b for b in bets if b.tokens == verdict.tokens), None)
-            self.counts.rounds += 1
+            self.counts.bets += 1
             self.counts.hits += won is not None
         if won is not None:
             self._blocks.put(s.request.id, won.block)
@@ -344,23 +344,14 @@ class PipelinedEngine(Engine):
         if self.timeline is not None:
             self.timeline.drafted(ticket, started, ended)
 
-    def _follow(
-        self,
-        clock: list[float],
-        whole: list[Draft],
-        chunks: list[list[Chunk]],
-    ) -> None:
+    def _follow(self, clock: list[float], whole: list[Draft]) -> None:
         """Running times and counts of an overlapped round; readings 3 and 4 enclose the pass."""
         self._verify_ms = _running(self._verify_ms, (clock[4] - clock[3]) * 1e3)
         if self.timeline is not None:
             self.timeline.verified(clock[3], clock[4])
         if self._coupling and whole and len(whole[0]):
-            if whole[0].ahead:
-                self.counts.hit_rounds += 1
-                self.counts.hit_tokens += len(chunks[0])
-            else:
-                self.counts.fresh_rounds += 1
-                self.counts.fresh_tokens += len(chunks[0])
+            self.counts.ahead += whole[0].ahead
+            self.counts.fresh += not whole[0].ahead
 
     def _table_times(self, times: Times) -> Times:
         """What the cost table calls drafting is the drafting, not the wait for it."""
