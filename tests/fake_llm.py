@@ -66,7 +66,7 @@ class FakeLLM:
         self.drafter_name = name
         self.verify = verify or self.options.get("verify", "auto")
         self.verify_reason = ""
-        asked = pipeline or self.options.get("pipeline", "auto")
+        asked = pipeline or self.options.get("pipeline", "off")
         self.pipeline = asked if name == "ngram" and asked == "on" else "off"
         self.pipeline_reason = ""
         self.calls.append((name, num_draft_tokens))

@@ -63,7 +63,7 @@ class LLM:
         max_context: int | None = None,
         max_users: int = 8,
         prefix_reuse: bool = True,
-        pipeline: str = "auto",
+        pipeline: str = "off",
         emulate: str | None = None,
     ) -> None:
         """Load `model`: `default`, a Hugging Face directory or name, or a GGUF file.

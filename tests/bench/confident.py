@@ -76,6 +76,7 @@ class ConfidentLLM(LLM):
         drafter.sizes_drafts = folder.name == "sizing"
         self.drafter_name, self.drafter_reason, self.asked = name, "as asked", asked
         self.verify, self.verify_reason = asked.get("verify", "auto"), ""
+        self.pipeline, self.pipeline_reason = "off", ""
         self._engine = Engine(self.target, drafter, self.tokenizer, scheduler=Scheduler("all"))
 
     @property

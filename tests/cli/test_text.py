@@ -81,7 +81,7 @@ def test_text_is_written_and_summed_up(
     assert [r["tokens"] for r in rows(out)] == [10] * 10
     first, last = printed.err.splitlines()
     assert first.startswith("model fake-7M") and first.endswith(
-        "drafter none (as asked) · verify auto · device cpu · threads 2 · batch 64"
+        "drafter none (as asked) · verify auto · pipeline off · device cpu · threads 2 · batch 64"
     )
     assert last.startswith("10 rows · 100 tok · ") and last.endswith(str(out))
 
@@ -110,6 +110,7 @@ def test_options_reach_the_model_and_the_texts(writing: type[WritingLLM], tmp_pa
         "threads": 1,
         "max_context": 77 + 512,
         "max_users": 5,
+        "pipeline": "off",
     }
     own = [p for prompt, p in llm.seen if isinstance(prompt[0], int)]
     answers = [p for prompt, p in llm.seen if not isinstance(prompt[0], int)]

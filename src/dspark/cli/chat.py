@@ -90,7 +90,7 @@ def chat(
     ] = "auto",
     num_draft_tokens: opt.NumDraftTokensOption = None,
     verify: opt.VerifyOption = "auto",
-    pipeline: opt.PipelineOption = "auto",
+    pipeline: opt.PipelineOption = "off",
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = "auto",
     threads: opt.ThreadsOption = None,

@@ -51,7 +51,7 @@ def generate(
     ] = "auto",
     num_draft_tokens: opt.NumDraftTokensOption = None,
     verify: opt.VerifyOption = "auto",
-    pipeline: opt.PipelineOption = "auto",
+    pipeline: opt.PipelineOption = "off",
     emulate_device: opt.EmulateOption = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = "auto",
