@@ -109,7 +109,7 @@ def test_a_lane_that_cannot_be_begun(
     monkeypatch.setattr("dspark.engine.lanes.ProcessLane", refuse)
     with pytest.raises(ResourceError, match="no more processes"):
         LLM(places["mtp1"], pipeline="on", **OPTIONS)
-    llm = LLM(places["mtp1"], emulate="verify=5ms,draft=5ms", **OPTIONS)
+    llm = LLM(places["mtp1"], pipeline="auto", emulate="verify=5ms,draft=5ms", **OPTIONS)
     assert (llm.pipeline, llm.pipeline_reason) == ("off", "no more processes")
     assert llm.generate(["abc"], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
 
@@ -134,7 +134,8 @@ def test_an_emulated_device_on_the_command_line(
     assert list(rows) == ["none", "mtp1+off", "mtp1+on"]
     assert [r["pipeline"] for r in rows.values()] == ["off", "off", "on"]
     assert all(r["identical_to_none"] for r in rows.values())
-    assert rows["mtp1+off"]["draft_ms"] >= 10 and rows["none"]["verify_ms"] >= 10
+    # A last round that has room for the target's own token alone drafts nothing.
+    assert rows["mtp1+off"]["draft_ms"] >= 8 and rows["none"]["verify_ms"] >= 10
     assert rows["mtp1+on"]["gain_vs_off"] > 0 and rows["mtp1+on"]["gain_predicted"] > 0
     assert "emulated: every time is that of another device" in out
     assert "timeline of mtp1, times emulated" in out

@@ -153,7 +153,7 @@ def chat(
         partner = Local(llm, effort)
         ui.note(err.muted(ui.resolved_line(llm)))
     else:
-        given = [n for n, v in local.items() if v not in (None, "auto")]
+        given = [n for n, v in local.items() if v not in (None, "auto", "off")]
         if given:
             flags = ", ".join("--" + n.replace("_", "-") for n in given)
             raise ConfigError(f"{flags} is the server's business when --url is given: drop it")
