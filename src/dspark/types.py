@@ -245,6 +245,9 @@ class Round:
     """[len(drafted)] as in `Draft`: the drafter's own, before any calibration."""
     ahead: bool = False
     """Its draft was ready: made while the tokens in front of it were verified."""
+    bet: bool = False
+    """While it was verified the next draft was made, and the text went on: the next round's draft
+    could have been ready, and is if the verdict was one that was foreseen."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,7 +123,13 @@ def test_outcomes_of_bets(
             model, drafter, [request(prompt, max_tokens=TEXT)], verify=verify, lane=lane
         )
         assert played.ids("r") == texts[prompt][:TEXT]
-        counts = engine.counts
+        counts, rounds = engine.counts, played.rounds["r"]
+        # A round says so itself: the sums over requests are what a server counts.
+        assert (sum(r.bet for r in rounds), sum(r.ahead for r in rounds)) == (
+            counts.bets,
+            counts.hits,
+        )
+        assert all(b.bet for b, a in pairwise(rounds) if a.ahead) and not rounds[-1].bet
         if pattern == "all":
             assert counts.bets and counts.hits == counts.bets
         if pattern == "none" and lane is Tight and verify != "static:0":

@@ -39,6 +39,8 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float = 0.0
     finish_reason: FinishReason | None = None
+    bet: bool = False
+    """The next draft was made ahead of the last verdict (`Round.bet`)."""
     stats: Stats = field(default_factory=Stats)
 
     @property

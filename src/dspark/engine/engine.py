@@ -37,7 +37,7 @@ from dspark.engine.failsafe import Failsafe
 from dspark.engine.slots import Slots
 from dspark.engine.stream import TextStream
 from dspark.errors import ConfigError, InvalidRequestError
-from dspark.models.target import Segment, Target, pack
+from dspark.models.target import Batch, Segment, Target, TargetOutput, pack
 from dspark.sampling import check_params, streams
 from dspark.schedule.monitor import Times
 from dspark.schedule.policy import Load, Plan
@@ -171,7 +171,7 @@ class Engine:
             return []
         batch = pack(segments, self.target.device)
         clock.append(time.perf_counter())
-        output = self.target.forward(batch, self.drafter.feature_layers)
+        output = self._forward(batch)
         clock.append(time.perf_counter())
         verdicts = self._verify(sequences, segments, drafts, output.logits)
         chunks = [self._emit(s, v) for s, v in zip(sequences, verdicts, strict=True)]
@@ -245,6 +245,10 @@ class Engine:
             [*segments, *(segment for _, segment in prompts)],
             [*kept, *[None] * len(prompts)],
         )
+
+    def _forward(self, batch: Batch) -> TargetOutput:
+        """The pass of the target."""
+        return self.target.forward(batch, self.drafter.feature_layers)
 
     def _verify(
         self,
@@ -342,6 +346,7 @@ class Engine:
             predicted,
             None if draft.confidence is None else tuple(draft.confidence.tolist()),
             draft.ahead,
+            s.bet,
         )
         s.stats.add_round(round_)
         if self.on_round is not None:

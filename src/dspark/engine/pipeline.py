@@ -40,7 +40,7 @@ from dspark.engine.blocks import Bet, Block, Blocks, Counts
 from dspark.engine.engine import Engine, TokenText
 from dspark.engine.lane import Lane, Ticket
 from dspark.engine.timeline import Timeline
-from dspark.models.target import Target, pack
+from dspark.models.target import Batch, Target, TargetOutput, pack
 from dspark.schedule.monitor import Times
 from dspark.schedule.overlap import Overlap
 from dspark.schedule.policy import Load
@@ -118,13 +118,15 @@ class PipelinedEngine(Engine):
         return [*died, *super().messages]
 
     def record(self) -> Timeline:
-        """From now on what both lanes do is recorded here."""
+        """From now on what both lanes do is recorded here, until `timeline` is None again."""
         self.timeline = Timeline()
         return self.timeline
 
     def step(self) -> list[Chunk]:
         self._admit()
         running = list(self._running)
+        for s in running:
+            s.bet = False
         decoding = [s for s in running if not s.in_prefill]
         overlap = self.overlap(len(running))
         overlapped = bool(decoding) and overlap.choose()
@@ -172,7 +174,7 @@ class PipelinedEngine(Engine):
             bets = self._bet(decoding[0], whole[0], plan.lengths[0])
         batch = pack(segments, self.target.device)
         clock.append(time.perf_counter())
-        output = self.target.forward(batch, self.drafter.feature_layers)
+        output = self._forward(batch)
         clock.append(time.perf_counter())
         verdicts = self._verify(sequences, segments, judged, output.logits)
         chunks = [self._emit(s, v) for s, v in zip(sequences, verdicts, strict=True)]
@@ -289,6 +291,7 @@ class PipelinedEngine(Engine):
         assert verdict is not None
         won = None
         if s.finish_reason is None:
+            s.bet = True
             won = next((b for b in bets if b.tokens == verdict.tokens), None)
             self.counts.bets += 1
             self.counts.hits += won is not None
@@ -338,6 +341,14 @@ class PipelinedEngine(Engine):
 
     # -- what is measured --------------------------------------------------------------------------
 
+    def _forward(self, batch: Batch) -> TargetOutput:
+        """Recorded in rounds of either kind; a pass over prompts alone checks nothing."""
+        start = time.perf_counter()
+        output = super()._forward(batch)
+        if self.timeline is not None and not all(s.in_prefill for s in self._running):
+            self.timeline.verified(start, time.perf_counter())
+        return output
+
     def _worked(self, ticket: Ticket, started: float, ended: float) -> None:
         """The lane has worked on a batch."""
         self._draft_ms = _running(self._draft_ms, (ended - started) * 1e3)
@@ -347,8 +358,6 @@ class PipelinedEngine(Engine):
     def _follow(self, clock: list[float], whole: list[Draft]) -> None:
         """Running times and counts of an overlapped round; readings 3 and 4 enclose the pass."""
         self._verify_ms = _running(self._verify_ms, (clock[4] - clock[3]) * 1e3)
-        if self.timeline is not None:
-            self.timeline.verified(clock[3], clock[4])
         if self._coupling and whole and len(whole[0]):
             self.counts.ahead += whole[0].ahead
             self.counts.fresh += not whole[0].ahead

@@ -27,6 +27,17 @@ class Timeline:
         """A batch was drafted ahead, and used or not."""
         self._kinds[ticket] = kind
 
+    def take(self) -> list[Span]:
+        """The spans since the last call, which are forgotten here. To be called between rounds:
+        the verdict on what was drafted ahead has been named by then."""
+        found = self.spans
+        if self._drafted:
+            # The lane reports in the order in which it was asked: nothing older will come.
+            newest = max(ticket for ticket, _, _ in self._drafted)
+            self._kinds = {t: kind for t, kind in self._kinds.items() if t > newest}
+        self._verified, self._drafted = [], []
+        return found
+
     @property
     def spans(self) -> list[Span]:
         """By their beginnings."""
