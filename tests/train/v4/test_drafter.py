@@ -163,3 +163,23 @@ def test_the_kind_of_the_target_chooses_the_trainer(tower: Path, tmp_path: Path)
     made = make_loop(build(V4TrainConfig, raw(tower, tmp_path, "dspark")))
     assert isinstance(made.job, DrafterJob) and made.job.settings is not None
     assert made.job.settings.noise_token_id == 8 and made.job.settings.target_layer_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_stage_begins_with_another_runs_weights(
+    tower: Path, tmp_path: Path, kind: str
+) -> None:
+    first = loop(tower, tmp_path / "one", kind)
+    go(first, 4)
+    sections = raw(tower, tmp_path / "two", kind)
+    sections["drafter"]["start_from"] = str(tmp_path / "one" / "drafter")
+    made = make_loop(build(V4TrainConfig, sections))
+    for name, tensor in made.job.module.state_dict().items():
+        before = first.job.module.state_dict()[name]
+        torch.testing.assert_close(tensor, before, atol=0, rtol=0.01, msg=name)  # stored in bf16
+    other = {"mtp1": "dspark", "dspark": "mtp1"}[kind]
+    sections["drafter"] = raw(tower, tmp_path / "two", other)["drafter"] | {
+        "start_from": str(tmp_path / "one" / "drafter")
+    }
+    with pytest.raises(CheckpointError, match=r"mtp\.0\."):
+        make_loop(build(V4TrainConfig, sections))

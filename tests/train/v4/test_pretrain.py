@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.errors import ConfigError, DSparkError
+from dspark.errors import CheckpointError, ConfigError, DSparkError
 from dspark.llm import LLM
 from dspark.models.loading import load_checkpoint
 from dspark.train.config import build
@@ -130,3 +130,30 @@ def test_bad_input_is_refused(
     sections[section][key] = value
     with pytest.raises(ConfigError, match=message):
         make_loop(build(PretrainConfig, sections))
+
+
+def test_a_second_stage_begins_where_the_first_one_ended(tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    first = make_loop(config(tmp_path, epochs=4))
+    run(first)
+    before = model_directory(config(tmp_path))
+    second = config(tmp_path / "two", start_from=str(before))
+    job = make_loop(second).job
+    assert isinstance(job, TowerJob)
+    for name, tensor in job.module.state_dict().items():
+        served = first.job.module.state_dict()[name].float()
+        torch.testing.assert_close(tensor.float(), served, atol=0, rtol=0.01, msg=name)  # bf16
+    kept = (model_directory(second) / "tokenizer.json").read_bytes()
+    assert kept == (before / "tokenizer.json").read_bytes()
+
+
+def test_a_second_stage_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    run(make_loop(config(tmp_path)), 1)
+    sections = raw(tmp_path / "two", start_from=str(model_directory(config(tmp_path))))
+    sections["model"]["moe_intermediate_size"] = 8
+    with pytest.raises(CheckpointError, match=r"has shape .* the configuration wants"):
+        make_loop(build(PretrainConfig, sections))
+    (tmp_path / "three").mkdir()
+    with pytest.raises(ConfigError, match=r"has no tokenizer_config.json to take over"):
+        make_loop(config(tmp_path / "three", start_from=str(tmp_path)))

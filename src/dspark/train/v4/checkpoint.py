@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.errors import CheckpointError
 from dspark.models.deepseek_v4.config import V4Config
@@ -79,6 +79,11 @@ def trained(
             )
         out[name] = found.to(like.dtype)
     return out
+
+
+def start_from(module: nn.Module, config: V4Config, weights: WeightSource) -> None:
+    """Begin with the weights of a checkpoint. Raises CheckpointError if it has other sizes."""
+    module.load_state_dict(trained(weights, module.state_dict(), config))
 
 
 def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

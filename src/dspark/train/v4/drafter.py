@@ -27,6 +27,7 @@ from torch import Tensor
 from dspark.errors import ConfigError
 from dspark.models.deepseek_v4.config import V4Config
 from dspark.models.deepseek_v4_config import V4DSpark, config_file, is_v4, read_config
+from dspark.models.deepseek_v4_source import DeepseekV4Source
 from dspark.models.loading import Checkpoint, load_checkpoint
 from dspark.train.anchors import choose, pack_blocks
 from dspark.train.batches import Item, Order, Place, anchor_rng
@@ -58,7 +59,8 @@ class V4TargetSection:
 @dataclass(frozen=True)
 class V4DrafterSection:
     """None takes what is usual: three stages, blocks of five, the last three layers, rank 64 and a
-    confidence head. MTP-1 has none of these."""
+    confidence head. MTP-1 has none of these. start_from: a drafter of these sizes, for this tower
+    or its forerunner, whose weights the run begins with."""
 
     kind: Literal["dspark", "mtp1"] = "dspark"
     stages: int | None = None
@@ -67,6 +69,7 @@ class V4DrafterSection:
     noise_token_id: int | None = None
     markov_rank: int | None = None
     confidence_head: bool | None = None
+    start_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class V4TrainConfig:
             if value:
                 raise ConfigError(f"train.{name} is not possible for a DeepSeek-V4: leave it out")
         if d.kind == "mtp1":
-            given = [n for n, v in asdict(d).items() if n != "kind" and v is not None]
+            free = ("kind", "start_from")
+            given = [n for n, v in asdict(d).items() if n not in free and v is not None]
             if given:
                 raise ConfigError(
                     f"drafter.{given[0]} is not possible with kind mtp1: leave it out"
@@ -163,7 +167,8 @@ class DrafterJob(Job):
     module: Heads
 
     def __init__(self, config: V4TrainConfig, checkpoint_: Checkpoint) -> None:
-        """Raises ConfigError for what the target cannot have."""
+        """Raises ConfigError for what the target cannot have, and CheckpointError for a drafter
+        of other sizes to start from."""
         sizes = checkpoint_.config
         assert isinstance(sizes, V4Config)
         self.config, self.sizes, self._directory = config, sizes, checkpoint_.path
@@ -184,6 +189,9 @@ class DrafterJob(Job):
         self.module = self._heads(tower)
         generator = torch.Generator().manual_seed(config.train.seed)
         initialise_heads(self.module, tower.norm.weight, generator)
+        if config.drafter.start_from:
+            weights = DeepseekV4Source(Path(config.drafter.start_from).expanduser(), sizes)
+            checkpoint.start_from(self.module, sizes, weights)
         self.features: list[Features] = []
 
     def begin(self, on_progress: Callable[[int, int], None]) -> None:

@@ -27,6 +27,7 @@ from dspark import deepseek_v4_chat
 from dspark.errors import ConfigError
 from dspark.models.deepseek_v4.config import V4Config
 from dspark.models.deepseek_v4_config import v4_from_hf
+from dspark.models.loading import load_checkpoint
 from dspark.tokenizer import Tokenizer
 from dspark.train.batches import Item, Place
 from dspark.train.config import Steps, TextSection, check_ranges, flat
@@ -74,9 +75,11 @@ class ModelSection:
 @dataclass(frozen=True)
 class PretrainSection(Steps):
     """balance_speed: how far the bias of a scored expert moves in a step. index_loss: factor of the
-    loss that teaches the indexers."""
+    loss that teaches the indexers. start_from: a checkpoint of these sizes whose weights and
+    tokenizer the run begins with: a second stage, on other text."""
 
     out: str = "runs/tower"
+    start_from: str = ""
     lr: float = 5e-3
     epochs: int = 1
     tokens_per_step: int = 2048
@@ -143,7 +146,11 @@ def prepare(config: PretrainConfig) -> Corpus:
     """Read the text, and learn the tokenizer if the run has none yet. Raises ConfigError."""
     rows = list(read_rows(config.text.files))
     directory = model_directory(config)
-    if not (directory / "tokenizer.json").exists():
+    if (directory / "tokenizer.json").exists():
+        pass  # an earlier start of this run
+    elif config.train.start_from:
+        vocabulary.copy(Path(config.train.start_from).expanduser(), directory)
+    else:
         texts = [t for r in rows for t in (*(m["content"] for m in messages_of(r)), r["answer"])]
         vocabulary.write(vocabulary.learn(texts, config.model.vocab_size), directory)
     chat = partial(deepseek_v4_chat.encode, thinking=False)
@@ -164,11 +171,15 @@ class TowerJob(Job):
     """The tower on whole rows."""
 
     def __init__(self, config: PretrainConfig, corpus: Corpus) -> None:
-        """Raises CheckpointError for impossible sizes."""
+        """Raises CheckpointError for impossible sizes, or other ones than `start_from` has."""
         self.config, self.corpus = config, corpus
         self.sizes: V4Config = v4_from_hf(config.official())
         self.module: Tower = Tower(self.sizes)
         initialise(self.module, self.sizes, torch.Generator().manual_seed(config.train.seed))
+        if config.train.start_from:
+            checkpoint.start_from(
+                self.module, self.sizes, load_checkpoint(config.train.start_from).weights
+            )
         lengths = [len(s.tokens) for s in corpus.samples]
         t = config.train
         self._order = Buckets(lengths, corpus.training, t.tokens_per_step, t.seed)

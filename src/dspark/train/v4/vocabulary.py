@@ -7,6 +7,7 @@ slots behind an anchor hold in a DSpark block; no text contains it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,19 @@ def learn(texts: Iterable[str], size: int) -> Tokenizer:
             " text, or a smaller one"
         )
     return backend
+
+
+def copy(source: Path, directory: Path) -> None:
+    """The tokenizer of an earlier tower. Raises ConfigError if there is none."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer_config.json", "generation_config.json", "tokenizer.json"):
+        temporary = directory / f".{name}.part"
+        try:
+            shutil.copyfile(source / name, temporary)
+        except OSError as e:
+            temporary.unlink(missing_ok=True)
+            raise ConfigError(f"train.start_from={source} has no {name} to take over: {e}") from e
+        temporary.replace(directory / name)
 
 
 def write(backend: Any, directory: Path) -> None:
