@@ -27,6 +27,8 @@ from tokenizers import Tokenizer as Backend
 from dspark import deepseek_v4_chat
 from dspark.drafters.none import NoDrafter
 from dspark.engine.engine import Engine
+from dspark.engine.lane import InlineLane
+from dspark.engine.pipeline import PipelinedEngine
 from dspark.grammar import Grammars
 from dspark.llm import LLM
 from dspark.models.target import Batch, TargetOutput
@@ -35,6 +37,7 @@ from dspark.server.run import bind
 from dspark.server.worker import Model, Worker
 from dspark.tokenizer import Tokenizer
 from tests.engine.oracle import OracleDrafter, Pattern, ScriptedTarget
+from tests.engine.test_pipeline import AheadOracle
 from tests.tiny import oracle
 
 EOS = 256
@@ -107,7 +110,8 @@ class Slow:
 
 
 class Scripted:
-    """Says `text` behind every prompt as long as `prompt`, drafted with `right` tokens right."""
+    """Says `text` behind every prompt as long as `prompt`, drafted with `right` tokens right; in
+    two `lanes`, of which the second takes half as long for a draft as the first for a pass."""
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class Scripted:
         context: int = 256,
         seconds: float = 0.0,
         tokenizer: Tokenizer | None = None,
+        lanes: bool = False,
     ) -> None:
         self.model_name = "scripted"
         plain = Tokenizer(byte_backend(), eos_ids=(EOS,), chat_template=TEMPLATE)
@@ -133,6 +138,10 @@ class Scripted:
             self.drafter_name = "oracle"
             drafter = OracleDrafter({tuple(prompt): tuple(text)}, block, right)
         self.engine = Engine(self.target, drafter, self.tokenizer)
+        if lanes and right is not None:
+            ahead = AheadOracle({tuple(prompt): tuple(text)}, block + 1, right)
+            lane = InlineLane(ahead, pad_ms=seconds * 500)
+            self.engine = PipelinedEngine(self.target, lane, self.tokenizer, cap=block)
 
     @property
     def grammars(self) -> Grammars:

@@ -47,6 +47,8 @@ def test_by_hand() -> None:
         "num_spec_tokens": 3,
         "num_proposed_tokens": 28,
         "num_predicted_accepted_tokens": 4.0,
+        "num_pipeline_bets": 0,
+        "num_pipeline_hits": 0,
     }
     metrics.schedule(5, [0.25, -0.5])
     page = metrics.page().decode()

@@ -30,15 +30,17 @@ class Answer:
         name: str,
         wanted: Sequence[tuple[tuple[int, ...], SamplingParams]],
         arrived: float | None = None,
+        watches: bool = False,
     ) -> None:
-        """Submit prompts with their parameters. Raises ApiError if the queue is full."""
+        """Submit prompts with their parameters; `watches`: what both lanes do is told, too.
+        Raises ApiError if the queue is full."""
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: deque[tuple[int, Event]] = deque()
         now = time.perf_counter() if arrived is None else arrived
         jobs = [
-            Job(Request(f"{name}-{i}", ids, params), self._mailbox(i), Figures(now))
+            Job(Request(f"{name}-{i}", ids, params), self._mailbox(i), Figures(now), watches)
             for i, (ids, params) in enumerate(wanted)
         ]
         worker.submit(jobs)

@@ -197,7 +197,7 @@ class _Routes:
             usage=body.wants_usage,
             rounds=body.wants_rounds,
         )
-        answer = Answer(self._worker, name, wanted, arrived)
+        answer = Answer(self._worker, name, wanted, arrived, body.wants_rounds)
         if body.stream:
             return await self._stream(request, answer, reply, body.choices)
         return await self._whole(request, answer, reply, body.choices)

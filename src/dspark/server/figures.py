@@ -11,10 +11,13 @@ acceptance metrics, which benchmark tools read without being told:
     acceptance_histogram       [j] steps that accepted j draft tokens
     acceptance_histogram_by_draft_length   the same for each length that was verified
 
-and two of the schedule, which vLLM has no names for:
+and of the schedule and of the second lane, which vLLM has no names for:
 
     num_proposed_tokens            draft tokens before the scheduler cut any
     num_predicted_accepted_tokens  accepted ones as the confidences had foretold them
+    num_pipeline_bets              rounds behind which a draft could have been ready: it was made
+                                   ahead of their verdict, and the text went on
+    num_pipeline_hits              rounds whose draft was ready
 
 A text that ends inside an accepted block counts the tokens before its end.
 """
@@ -40,10 +43,14 @@ class Figures:
     """[k][j]: steps that accepted j of k."""
     proposed: int = 0
     predicted: float = 0.0
+    bets: int = 0
+    hits: int = 0
 
     def add(self, r: Round) -> None:
         self.proposed += len(r.drafted)
         self.predicted += r.predicted
+        self.bets += r.bet
+        self.hits += r.ahead
         if r.verified:
             row = self.by_length.setdefault(r.verified, [0] * (r.verified + 1))
             row[r.accepted] += 1
@@ -70,6 +77,8 @@ class Figures:
             "num_spec_tokens": longest,
             "num_proposed_tokens": self.proposed,
             "num_predicted_accepted_tokens": self.predicted,
+            "num_pipeline_bets": self.bets,
+            "num_pipeline_hits": self.hits,
         }
 
     def metrics(self, stats: Stats, speculates: bool) -> dict[str, Any]:

@@ -5,12 +5,14 @@
     spec_decode_num_accepted_tokens  of these, emitted (the bonus is none of them)
     spec_decode_num_accepted_tokens_per_pos{position}   rounds that accepted the token at a position
 
-and, of the schedule, which vLLM has no names for,
+and, of the schedule and the second lane, which vLLM has no names for,
 
     spec_decode_num_proposed_tokens            draft tokens before the scheduler cut any
     spec_decode_num_predicted_accepted_tokens  accepted ones as the confidences had foretold them
     spec_decode_calibration_error{position}    mean predicted survival less the share that survived
     spec_decode_verification_budget            draft tokens verified in the last round, of all texts
+    spec_decode_num_pipeline_bets              rounds behind which a draft could have been ready
+    spec_decode_num_pipeline_hits              rounds whose draft was ready
 
 so that acceptance length is 1 + accepted / drafts, acceptance rate accepted / draft tokens, and the
 rate of a position accepted_per_pos / drafts. All carry a prefix (`dspark:`, or `vllm:` for
@@ -47,6 +49,8 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
     "spec_decode_num_proposed_tokens": "Draft tokens proposed, scheduled or not.",
     "spec_decode_num_predicted_accepted_tokens": "Draft tokens expected to be accepted.",
+    "spec_decode_num_pipeline_bets": "Rounds whose next draft was made ahead of their verdict.",
+    "spec_decode_num_pipeline_hits": "Rounds whose draft had been made ahead.",
 }
 GAUGES = {
     "num_requests_running": "Requests that hold a slot.",
@@ -72,6 +76,8 @@ class Totals:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    bets: int = 0
+    hits: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
 
@@ -126,10 +132,14 @@ class Metrics:
         self._labels = labels
 
     def round(self, r: Round) -> None:
+        t = self.totals
+        t.bets += r.bet
+        t.hits += r.ahead
+        self._counters["spec_decode_num_pipeline_bets"].inc(r.bet)
+        self._counters["spec_decode_num_pipeline_hits"].inc(r.ahead)
         self._counters["spec_decode_num_proposed_tokens"].inc(len(r.drafted))
         if not r.verified:
             return
-        t = self.totals
         t.drafts += 1
         t.drafted += r.verified
         t.accepted += r.accepted
@@ -179,12 +189,14 @@ class Report:
         self._before = Totals()
 
     def lines(self, now: float) -> list[str]:
-        """Nothing while nothing happens; the second line only if something was drafted."""
+        """Nothing while nothing happens; the second line only if something was drafted, its end
+        only if something was drafted ahead."""
         new, old = self._metrics.totals, self._before
         elapsed = max(now - self._at, 1e-9)
         prompt, generated = new.prompt - old.prompt, new.generated - old.generated
         drafts, drafted = new.drafts - old.drafts, new.drafted - old.drafted
         accepted = new.accepted - old.accepted
+        bets, hits = new.bets - old.bets, new.hits - old.hits
         old_at = old.accepted_at + [0] * (len(new.accepted_at) - len(old.accepted_at))
         at = [a - b for a, b in zip(list(new.accepted_at), old_at, strict=False)]
         self._at, self._before = now, replace(new, accepted_at=list(new.accepted_at))
@@ -205,5 +217,6 @@ class Report:
                 f" Accepted: {accepted} tokens, Drafted: {drafted} tokens,"
                 f" Per-position acceptance rate: {', '.join(f'{a / drafts:.3f}' for a in at)},"
                 f" Avg Draft acceptance rate: {accepted / drafted * 100:.1f}%"
+                + (f", Pipeline hits: {hits} of {bets} drafts ahead" if bets else "")
             )
         return out

@@ -88,7 +88,7 @@ class Reply(ABC):
     def _rounds(self, event: Tokens, parts: Sequence[Answer]) -> dict[str, Any]:
         """Which tokens the delta is made of, and the round they come from. The texts of `tokens`
         joined are the delta, and so is the reasoning in them; those of `draft` are the guesses as
-        they stood."""
+        they stood. `lanes`, where there are two: what they did since the last delta."""
         tokens = [
             {"id": c.token, "text": p.content, "drafted": c.drafted}
             | ({"reasoning": p.reasoning} if p.reasoning else {})
@@ -104,7 +104,10 @@ class Reply(ABC):
             "verify_ms": r.verify_ms,
             "other_ms": r.other_ms,
         }  # fmt: skip
-        return {"dspark": {"tokens": tokens, "round": found}}
+        lanes = [
+            {"kind": s.kind, "start_ms": s.start * 1e3, "end_ms": s.end * 1e3} for s in event.spans
+        ]
+        return {"dspark": {"tokens": tokens, "round": found} | ({"lanes": lanes} if lanes else {})}
 
     def end(self, choices: int) -> list[dict[str, Any]]:
         """The message with the usage, if it was asked for."""

@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,14 +27,17 @@ from dspark.errors import InvalidRequestError
 from dspark.server.errors import ApiError, loading, queue_full
 from dspark.server.figures import Figures
 from dspark.server.metrics import Metrics
-from dspark.types import Chunk, Output, Request, Round
+from dspark.types import Chunk, Output, Request, Round, Span
 
 if TYPE_CHECKING:
     from dspark.engine.engine import Engine
+    from dspark.engine.pipeline import PipelinedEngine
     from dspark.grammar import Grammars
     from dspark.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+MAX_SPANS = 256
+"""That wait for one text: those of the rounds that it does without tokens."""
 
 
 class Model(Protocol):
@@ -67,6 +71,8 @@ class Tokens:
 
     chunks: tuple[Chunk, ...]
     round: Round | None = None
+    spans: tuple[Span, ...] = ()
+    """What both lanes did since the last ones, for who watches."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,13 @@ class Job:
     request: Request
     deliver: Callable[[Event], None]
     figures: Figures
+    watches: bool = False
+    """It wants to know what both lanes do while it has a slot."""
     emitted: int = 0
     round: Round | None = None
     """The one that has just been counted, until its tokens are handed out."""
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    """Of both lanes, until then."""
 
 
 class Worker:
@@ -120,6 +130,8 @@ class Worker:
         self._open = 0
         self._budget = 0
         """Draft tokens verified in the round in progress."""
+        self._lanes: PipelinedEngine | None = None
+        """The engine, if it has two."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -175,8 +187,12 @@ class Worker:
     def _run(self) -> None:
         try:
             model = self._load()
+            from dspark.engine.pipeline import PipelinedEngine  # costs no more time now
+
             self._metrics.start(model.model_name)
             self._engine = model.engine
+            if isinstance(model.engine, PipelinedEngine):
+                self._lanes = model.engine
             self._engine.on_round = self._on_round
             self._speculates = model.drafter_name != "none"
             self.plain_speed = model.plain_speed() if self._speculates else None
@@ -253,6 +269,7 @@ class Worker:
                 waited = now - job.figures.arrived
                 self._metrics.observe("request_queue_time_seconds", waited)
         self._budget = 0
+        watching = self._watching()
         try:
             chunks = self._engine.step()
         except Exception as e:
@@ -261,8 +278,24 @@ class Worker:
             return
         errors = [p.gap for p in self._engine.scheduler.drift.totals]
         self._metrics.schedule(self._budget, errors)
+        if self._lanes is not None and self._lanes.timeline is not None:
+            spans = self._lanes.timeline.take()
+            for job in watching:
+                begun = job.figures.started
+                job.spans += [s for s in spans if begun is not None and s.start >= begun]
         for name, emitted in groupby(chunks, key=lambda c: c.request_id):
             self._hand_out(self._live[name], tuple(emitted))
+
+    def _watching(self) -> list[Job]:
+        """Who wants to see both lanes; they are recorded as long as somebody does."""
+        if self._lanes is None:
+            return []
+        watching = [job for job in self._live.values() if job.watches]
+        if not watching:
+            self._lanes.timeline = None
+        elif self._lanes.timeline is None:
+            self._lanes.record()
+        return watching
 
     def _on_round(self, r: Round) -> None:
         self._metrics.round(r)
@@ -282,8 +315,9 @@ class Worker:
         f.last = now
         m.tokens(generated=len(chunks))
         job.emitted += len(chunks)
-        job.deliver(Tokens(chunks, job.round))
+        job.deliver(Tokens(chunks, job.round, tuple(job.spans)))
         job.round = None
+        job.spans.clear()
         if chunks[-1].finish_reason is None:
             return
         output = self._engine.take_output(job.request.id)
