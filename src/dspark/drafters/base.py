@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from dspark.models.deepseek_v4_names import CarriedDrafter
-from dspark.models.target import Target
+from dspark.models.target import Shared
 from dspark.types import Draft, SamplingParams
 
 DRAFTERS: Mapping[str, str] = MappingProxyType(
@@ -91,7 +91,7 @@ class Drafter(ABC):
     feature_layers: tuple[int, ...] = ()
     """Target layers whose hidden states `observe` wants (i: output of layer i, -1: embedding)."""
 
-    def __init__(self, target: Target, num_draft_tokens: int | None = None) -> None:
+    def __init__(self, target: Shared, num_draft_tokens: int | None = None) -> None:
         """`num_draft_tokens` caps a block; None takes the drafter's own default. A value that the
         drafter cannot honour raises ConfigError."""
 
@@ -117,7 +117,7 @@ class Drafter(ABC):
 
 def build(
     name: str,
-    target: Target,
+    target: Shared,
     num_draft_tokens: int | None = None,
     *,
     model: str = "",

@@ -23,7 +23,7 @@ from dspark.drafters.layers import serve_with
 from dspark.drafters.mtp import MtpModel
 from dspark.drafters.serving import Vocabulary, check_length
 from dspark.drafters.stack import stack_for
-from dspark.models.target import Target
+from dspark.models.target import Shared
 from dspark.types import Draft
 
 
@@ -34,7 +34,7 @@ class MtpDrafter(Drafter):
 
     def __init__(
         self,
-        target: Target,
+        target: Shared,
         config: DrafterConfig,
         model: MtpModel,
         draft_ids: Tensor | None = None,

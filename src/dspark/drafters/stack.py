@@ -25,7 +25,7 @@ from dspark.drafters.layers import DraftLayer, RMSNorm, Rotary, Span
 from dspark.models.int8 import Int8Decoder, unsupported
 from dspark.models.kernel_stack import KernelStack
 from dspark.models.native import library
-from dspark.models.target import Target
+from dspark.models.target import Shared
 
 Rows = Sequence[tuple[Tensor, Tensor]]
 """Rotated keys and values [N, G, E] of every layer."""
@@ -53,7 +53,7 @@ class DraftStack(Protocol):
 
 
 def stack_for(
-    config: DrafterConfig, target: Target, layers: nn.ModuleList, rotary: Rotary
+    config: DrafterConfig, target: Shared, layers: nn.ModuleList, rotary: Rotary
 ) -> DraftStack:
     """The fastest stack that computes these layers beside this target."""
     if isinstance(target, Int8Decoder) and not config.conv and unsupported(config) is None:
@@ -65,7 +65,7 @@ class ModuleStack:
     """The modules themselves, over keys and values [n, S, T, G, E]."""
 
     def __init__(
-        self, config: DrafterConfig, target: Target, layers: nn.ModuleList, rotary: Rotary
+        self, config: DrafterConfig, target: Shared, layers: nn.ModuleList, rotary: Rotary
     ) -> None:
         shape = (config.num_layers, target.num_slots, target.max_context, config.num_kv_heads,
                  config.head_dim)  # fmt: skip

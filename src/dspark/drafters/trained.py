@@ -27,7 +27,7 @@ from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.deepseek_v4_config import read_v4_config
 from dspark.models.deepseek_v4_names import CarriedDrafter, carried_drafters
 from dspark.models.deepseek_v4_source import DeepseekV4Source
-from dspark.models.target import Target
+from dspark.models.target import Shared
 from dspark.models.weights import WeightSource
 
 
@@ -50,7 +50,7 @@ def trained_acceptance(directory: Path) -> tuple[float, ...]:
 
 def build(
     name: str,
-    target: Target,
+    target: Shared,
     num_draft_tokens: int | None,
     model: str,
     carried: Sequence[CarriedDrafter] = (),

@@ -86,6 +86,10 @@ class Decoder(ABC):
         """See `target.Target.linear`."""
 
     @abstractmethod
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Embedding and output matrix [V, D] in floating point; one tensor if they are tied."""
+
+    @abstractmethod
     def begin_pass(self, batch: Batch, x_ND: Tensor) -> None:
         """Prepare what all layers of this pass share: rotations, masks, scratch."""
 
@@ -177,6 +181,9 @@ class TorchDecoder(Decoder):
         w = weight.to(device=self.device, dtype=self.dtype)
         b = None if bias is None else bias.to(device=self.device, dtype=self.dtype)
         return lambda x: F.linear(x.to(w.dtype), w, b)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.embed_VD, self.head_VD
 
     def begin_pass(self, batch: Batch, x_ND: Tensor) -> None:
         self._batch = batch

@@ -216,6 +216,11 @@ class Int8Decoder(Decoder):
             return lambda x: torch.nn.functional.linear(x, weight, bias)
         return self.pack(weight, bias)
 
+    def tables(self) -> tuple[Tensor, Tensor]:
+        ids = torch.arange(self.vocab_size)
+        embed_VD = self._embed.rows(ids)
+        return embed_VD, embed_VD if self._head is self._embed else self._head.rows(ids)
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """A drafter's matrix, rounded to as many bits as this target's layers have."""
         return PackedLinear((quantise4 if self.bits == 4 else quantise)(weight), bias)

@@ -94,8 +94,9 @@ class TargetOutput:
     features: Tensor | None
 
 
-class Target(Protocol):
-    """What the engine needs to know of a model."""
+class Shared(Protocol):
+    """What a trained drafter shares with its target, on the device where it drafts
+    (`elsewhere.lend`)."""
 
     vocab_size: int
     max_context: int
@@ -104,18 +105,6 @@ class Target(Protocol):
     device: torch.device
     hidden_size: int
     num_layers: int
-
-    def forward(self, batch: Batch, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
-        """One pass. `feature_layers` are layer indices: i is the output of decoder layer i (before
-        the final norm), -1 the embedding."""
-        ...
-
-    def reuse(self, source: int, slot: int, length: int) -> bool:
-        """Make `slot` hold the first `length` rows of `source`, perhaps the same slot, so that a
-        pass may go on from there; False, and nothing done, if the cache cannot."""
-        ...
-
-    # What a trained drafter shares with its target.
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[N] int64 -> [N, D] in the target's floating-point type."""
@@ -129,4 +118,18 @@ class Target(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """weight [O, I] (and bias [O]) as a map in this target's own arithmetic: its dtype, its
         device, its rounding."""
+        ...
+
+
+class Target(Shared, Protocol):
+    """What the engine needs to know of a model."""
+
+    def forward(self, batch: Batch, feature_layers: tuple[int, ...] = ()) -> TargetOutput:
+        """One pass. `feature_layers` are layer indices: i is the output of decoder layer i (before
+        the final norm), -1 the embedding."""
+        ...
+
+    def reuse(self, source: int, slot: int, length: int) -> bool:
+        """Make `slot` hold the first `length` rows of `source`, perhaps the same slot, so that a
+        pass may go on from there; False, and nothing done, if the cache cannot."""
         ...

@@ -86,6 +86,10 @@ class Arithmetic:
         other.weights = weights
         return other
 
+    def elsewhere(self, device: torch.device) -> Arithmetic:
+        """The same on another device; integer kernels become fp32."""
+        return Arithmetic(self.weights, self.dtype, device, self.norm_eps)
+
     def native(self, rows: int) -> kernels.Kernels | None:
         """The kernels of `glue.c` where they are the better way: always on the integer path, whose
         rows must not depend on their number, and for few rows otherwise."""

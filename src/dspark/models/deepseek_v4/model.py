@@ -22,6 +22,8 @@ Shape suffixes: N tokens of the pass, M rows with logits, D hidden size, S strea
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -191,3 +193,14 @@ class DeepseekV4:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self.maths.map(weight, bias)
+
+    def lend(self, device: torch.device) -> DeepseekV4:
+        """What drafters share with this tower on another device: the tower without its layers."""
+        other = copy.copy(self)
+        other.device, other.layers = device, []
+        other.maths = self.maths.elsewhere(device)
+        other.rotations = Rotations(self.config, self.max_context, device)
+        table = self.vocab_size, self.hidden_size
+        other.embed_VD = other.maths.matrix("embed.weight", *table)
+        other.head = other.maths.linear("head.weight", shape=table)
+        return other
