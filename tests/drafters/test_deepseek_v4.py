@@ -5,6 +5,8 @@ always that of a fresh prefill, no memory of others. What they compute is checke
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -213,6 +215,26 @@ def test_room_cuts_each_draft_by_itself(kind: CarriedDrafter, model: DeepseekV4)
     )
     assert [len(d) for d in drafts] == [1, 2, 3]
     assert all(d.tokens == drafts[2].tokens[: len(d)] for d in drafts)
+
+
+def test_a_greedy_block_in_one_call_is_the_one_of_many_steps() -> None:
+    for name in (DSPARK, tiny_v4.dspark(tiny_v4.config(), confidence=False)):
+        model = tiny_v4.target(name)
+        drafter = tiny_v4.drafter(model, name)
+        contexts = []
+        for slot, (n, unseen, room) in enumerate([(20, 0, 99), (9, 2, 3), (33, 1, 5)]):
+            ids = list(tokens(n, seed=n))
+            feed(model, drafter, ids[: n - 1 - unseen], 100, slot)
+            params, rng = SamplingParams(temperature=0), streams(3)[0]
+            contexts.append(DraftContext(slot, ids, params, room, rng, unseen))
+        at_once = drafter.propose(contexts)
+        step_by_step = drafter.propose([replace(c, others=True) for c in contexts])
+        assert [len(d) for d in at_once] == [BLOCK, 3, BLOCK]
+        for a, b in zip(at_once, step_by_step, strict=True):
+            assert a.tokens == b.tokens and len(b.others) == len(b)
+            assert (a.confidence is None) == (b.confidence is None) == (not name.confidence)
+            if a.confidence is not None and b.confidence is not None:
+                torch.testing.assert_close(a.confidence, b.confidence)
 
 
 def test_a_slot_can_be_filled_to_its_last_token(kind: CarriedDrafter) -> None:

@@ -17,7 +17,8 @@ being the one before the first,
 
     logits_i = U_i + W2 W1[t_{i-1}]         confidence_i = sigmoid(w [x_i ; W1[t_{i-1}]])
 
-with x_i before the norm, in fp32. The confidence never looks at the token it speaks of.
+with x_i before the norm, in fp32. The confidence never looks at the token it speaks of. Greedily
+on a CPU this is one call, because seven steps of a few operations each cost as much as the stages.
 
 The weights know no width, but every slot's result depends on it, being drawn from all of them.
 A block may be shorter than the trained one; a longer one is refused, because acceptance falls.
@@ -28,6 +29,7 @@ Shape suffixes as in `deepseek_v4_stage.py`; F feature layers, r Markov rank.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -39,9 +41,12 @@ from dspark.drafters.base import Committed, DraftContext, Drafter
 from dspark.drafters.deepseek_v4_stage import Stages
 from dspark.drafters.serving import Vocabulary, check_length
 from dspark.errors import CheckpointError
+from dspark.models.deepseek_v4.arithmetic import Matrix
 from dspark.models.deepseek_v4.hyper import expand
+from dspark.models.deepseek_v4.kernels import Walk
 from dspark.models.deepseek_v4.model import DeepseekV4
 from dspark.models.deepseek_v4_names import MARKOV, CarriedDrafter
+from dspark.models.int8 import PackedLinear
 from dspark.models.target import Segment
 from dspark.models.weights import WeightSource
 from dspark.types import Draft
@@ -83,6 +88,21 @@ class V4DSparkDrafter(Drafter):
         self._confidence: Tensor | None = None
         if drafter.confidence:
             self._confidence = self.stages.vector(drafter.last + "confidence_head.proj.weight")
+        self._greedy = self._lay_out()
+
+    def _lay_out(self) -> Walk | None:
+        """The sequential stage for the kernels, which walk a greedy block in one call."""
+        maths = self._target.maths
+        if maths.kernels is None or self._w1_Vr is None or maths.dtype != torch.float32:
+            return None
+        if not isinstance(self._w2, Matrix | PackedLinear):
+            return None
+        confidence = self._confidence
+        return Walk(
+            self._w1_Vr.data_ptr(), None if confidence is None else confidence.data_ptr(),
+            ctypes.addressof(self._w2.struct), maths.kernels.products[self._w2.struct.bits],
+            self._target.hidden_size,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
@@ -130,7 +150,29 @@ class V4DSparkDrafter(Drafter):
         x_NSD = expand(self._target.embed(p.tokens), self._target.config.streams)
         x_ND = self.stages.exit.collapse(self.stages.run(x_NSD, p))
         base_NV = self._head(self.stages.exit.norm(x_ND)).float()
+        if self._greedy is not None and all(c.params.is_greedy and not c.others for c in contexts):
+            return self._walk_greedily(self._greedy, contexts, sizes, x_ND, base_NV)
         return self._walk(contexts, sizes, x_ND, base_NV)
+
+    def _walk_greedily(
+        self,
+        walk: Walk,
+        contexts: Sequence[DraftContext],
+        sizes: Sequence[int],
+        x_ND: Tensor,
+        base_NV: Tensor,
+    ) -> list[Draft]:
+        """The sequential stage in the kernels, block by block: what `_walk` does."""
+        kernels = self._target.maths.kernels
+        assert kernels is not None
+        drafts, first = [], 0
+        for c, n in zip(contexts, sizes, strict=True):
+            first += c.unseen
+            rows = slice(first, first + min(n, c.max_tokens))
+            tokens, sure_N = kernels.walk(walk, base_NV[rows], x_ND[rows], c.tokens[-1])
+            drafts.append(Draft(tuple(tokens), None, sure_N))
+            first += n
+        return drafts
 
     def _walk(
         self, contexts: Sequence[DraftContext], sizes: Sequence[int], x_ND: Tensor, base_NV: Tensor

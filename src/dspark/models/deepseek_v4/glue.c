@@ -257,3 +257,47 @@ void v4_experts(const Experts *m, const float *x, int64_t n, const int64_t *chos
     free(f);
     free(q);
 }
+
+/* ---- the sequential stage of a DSpark block ------------------------------------------------------ */
+
+typedef struct {
+    const float *w1;         /* [vocab, rank] */
+    const float *confidence; /* [hidden + rank] or NULL */
+    const Linear *w2;        /* [vocab, rank] */
+    Product *product;
+    int64_t hidden;
+} Walk;
+
+/* Tokens and confidences of one block, greedily: row i of base [n, vocab] gets the bias of the token in
+ * front of it, `token` in front of the first; of equal logits the lowest id wins. x [n, hidden]. */
+void v4_walk(const Walk *m, const float *base, const float *x, int64_t n, int64_t token, int64_t *tokens,
+             float *sure, int32_t threads) {
+    const int64_t vocab = m->w2->out, rank = m->w2->in, d = m->hidden;
+    float *bias = malloc((vocab + 2 * (rank / 32 + 1)) * sizeof *bias), *q_scale = bias + vocab;
+    int8_t *q = malloc(rank);
+    for (int64_t i = 0; i < n; i++) {
+        const float *before = m->w1 + token * rank, *row = base + i * vocab;
+        if (m->confidence)
+            sure[i] = 1.0f / (1.0f + expf(-dot(m->confidence, x + i * d, d)
+                                          - dot(m->confidence + d, before, rank)));
+        m->product(m->w2, before, 1, bias, q, q_scale, q_scale + rank / 32 + 1, threads);
+        float best[8];
+        int64_t at[8];
+        for (int64_t l = 0; l < 8; l++) best[l] = -INFINITY, at[l] = l;
+        int64_t v = 0;
+        for (; v + 8 <= vocab; v += 8)
+            for (int64_t l = 0; l < 8; l++) {
+                const float logit = row[v + l] + bias[v + l];
+                const int higher = logit > best[l];
+                best[l] = higher ? logit : best[l];
+                at[l] = higher ? v + l : at[l];
+            }
+        for (; v < vocab; v++)
+            if (row[v] + bias[v] > best[0]) best[0] = row[v] + bias[v], at[0] = v;
+        for (int64_t l = 1; l < 8; l++)
+            if (best[l] > best[0] || (best[l] == best[0] && at[l] < at[0])) best[0] = best[l], at[0] = at[l];
+        tokens[i] = token = at[0];
+    }
+    free(bias);
+    free(q);
+}

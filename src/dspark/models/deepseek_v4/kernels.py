@@ -80,6 +80,13 @@ class Experts(Structure):
                 ("limit", c_float))  # fmt: skip
 
 
+class Walk(Structure):
+    """The sequential stage of a DSpark drafter, as in glue.c."""
+
+    _fields_ = (("w1", c_void_p), ("confidence", c_void_p), ("w2", c_void_p),
+                ("product", c_void_p), ("hidden", c_int64))  # fmt: skip
+
+
 class Kernels:
     """The functions of glue.c. Tensors are contiguous fp32 (ids int64) unless said otherwise."""
 
@@ -92,6 +99,7 @@ class Kernels:
         self._route = _typed(lib.v4_route, p, n, n, p, n, p, p, n, f, p, p)
         self._swiglu = _typed(lib.v4_swiglu, p, n, n, f, p, p)
         self._experts = _typed(lib.v4_experts, POINTER(Experts), p, n, p, p, i)
+        self._walk = _typed(lib.v4_walk, POINTER(Walk), p, p, n, n, p, p, i)
         self.products = {
             32: ctypes.cast(lib.v4_linear, p).value,
             8: ctypes.cast(library.load().dspark_linear, p).value,
@@ -174,6 +182,18 @@ class Kernels:
             torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def walk(
+        self, walk: Walk, base_NV: Tensor, x_ND: Tensor, token: int
+    ) -> tuple[list[int], Tensor | None]:
+        """The greedy tokens of a block behind `token`, and their confidences [N]."""
+        n = len(base_NV)
+        ids, sure = (c_int64 * n)(), torch.empty(n) if walk.confidence else None
+        self._walk(
+            byref(walk), base_NV.data_ptr(), x_ND.data_ptr(), n, token, ids, _pointer(sure),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return list(ids), sure
 
 
 def _pointer(x: Tensor | None) -> int | None:
