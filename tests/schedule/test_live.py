@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from dspark.errors import ConfigError
 from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
-from dspark.schedule.gate import FIRST_WAIT, Gate
+from dspark.schedule.gate import FIRST_WAIT, LONGEST_WAIT, PROBING, Gate
 from dspark.schedule.monitor import STALE_ROUNDS, Acceptance, Drift, LiveCost, Times
 from dspark.schedule.policy import Load
 from dspark.schedule.scheduler import Scheduler
@@ -44,18 +45,23 @@ class Clock:
         self.scheduler, self.truth, self.chance, self.noise = scheduler, truth, chance, noise
         self.heads = heads
         self.rng = np.random.default_rng(seed)
-        self.drafted: list[bool] = []
+        self.drafted: list[int] = []
+        """How many requests were drafted for in each round."""
         self.lengths: list[tuple[int, ...]] = []
         self.spent = self.plain = 0.0
         self.tokens = 0
 
     def run(self, rounds: int, requests: int = 1) -> None:
         for _ in range(rounds):
-            drafts = self.scheduler.should_draft(requests)
-            block = K if drafts else 0
+            asked = self.scheduler.asks(requests)
+            block = K if asked else 0
             c = np.clip(self.rng.normal(self.chance, 0.05, (requests, block)), 0.01, 0.99)
-            given = c.tolist() if self.heads else [None] * requests
-            plan = self.scheduler.plan(range(requests), [block] * requests, given, Load(block))
+            c[asked:] = 0.0
+            counts = [block] * asked + [0] * (requests - asked)
+            given = [
+                row[:n] if self.heads else None for row, n in zip(c.tolist(), counts, strict=True)
+            ]
+            plan = self.scheduler.plan(range(requests), counts, given, Load(block))
             hits = np.cumprod(self.rng.random(c.shape) < c, axis=1).sum(axis=1)
             accepted = [min(int(h), n) for h, n in zip(hits, plan.lengths, strict=True)]
             rows = requests + sum(plan.lengths)
@@ -64,12 +70,12 @@ class Clock:
                 v *= 30  # a hiccup
             t = self.truth
             times = Times(
-                t.draft_ms(requests, block) * d, t.verify_ms(rows) * v, t.other_ms(requests) * o
+                t.draft_ms(asked, block) * d, t.verify_ms(rows) * v, t.other_ms(requests) * o
             )
             self.scheduler.observe(accepted, times)
-            self.drafted.append(drafts)
+            self.drafted.append(asked)
             self.lengths.append(plan.lengths)
-            self.spent += t.round_ms(rows, requests=requests, block=block)
+            self.spent += t.draft_ms(asked, block) + t.verify_ms(rows) + t.other_ms(requests)
             self.tokens += requests + sum(accepted)
             self.plain += t.round_ms(requests, requests=requests)
 
@@ -143,6 +149,23 @@ def test_doubled_costs_are_noticed_within_50_rounds(part: str) -> None:
     assert not cost.stale and cost.scales[part] == pytest.approx(1.0, rel=0.15)
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize(
+    ("part", "factor"), [("draft", 6.0), ("draft", 1 / 6), ("verify", 4.0), ("verify", 1 / 4)]
+)
+def test_a_table_that_was_measured_on_a_busy_machine_is_found_out(
+    part: str, factor: float, requests: int
+) -> None:
+    """Whichever part it has too dear or too cheap: what pays is done, and what does not is not."""
+    for draft, chance, pays in ((3.0, 0.9, True), (30.0, 0.5, False)):
+        truth = table(0.5, draft=draft)
+        wrong = Scheduler("auto", table=truth.scaled(**{part: factor}))
+        clock = Clock(wrong, truth, chance=chance)
+        clock.run(1000, requests)
+        late = clock.drafted[-100:]
+        assert set(late) == {requests} if pays else sum(late) <= 8
+
+
 def test_outliers_and_small_parts_change_nothing() -> None:
     cost = LiveCost(table(1.0))
     honest = cost.foreseen(3, 1, 0, K)
@@ -162,7 +185,7 @@ def test_outliers_and_small_parts_change_nothing() -> None:
 # -- drafting or not -----------------------------------------------------------------------------
 
 
-def switches(drafted: list[bool]) -> int:
+def switches(drafted: Sequence[bool]) -> int:
     return sum(a and not b for a, b in itertools.pairwise(drafted))
 
 
@@ -177,7 +200,8 @@ def test_a_drafter_that_does_not_pay_is_left_alone(requests: int) -> None:
     clock.run(1600, requests)
     late = clock.drafted[-800:]
     assert sum(late) <= 20 and any(clock.drafted)
-    assert clock.gain(requests) > 0.98
+    assert max(clock.drafted) == 1, "a probe drafts for one of them"
+    assert clock.gain(requests) > 0.99
 
 
 def test_a_drafter_that_pays_is_never_stopped() -> None:
@@ -196,6 +220,23 @@ def test_the_gate_opens_again_when_drafting_pays_again() -> None:
     clock.chance = 0.97
     clock.run(4 * FIRST_WAIT)
     assert all(clock.drafted[-20:])
+
+
+def test_a_dear_probe_is_followed_by_a_long_wait() -> None:
+    """A probe may lose a hundredth of all time, whatever it costs; a hopeless one ends early."""
+    for lost, waits in ((0.2, 2 * FIRST_WAIT), (3.0, 4 * 3.0 / PROBING), (1e6, LONGEST_WAIT)):
+        gate = Gate()
+        asked = []
+        for _ in range(20 + FIRST_WAIT + LONGEST_WAIT):
+            asked.append(gate.asks(16))
+            if not asked[-1]:
+                gate.observe_plain(16)
+                continue
+            cost = {"predicted": 16.0, "emitted": 16.0, "spent_ms": 20.0, "plain_ms": 10.0}
+            gate.observe(16, **cost, asked=asked[-1], lost=lost)
+        probes = [i for i, n in enumerate(asked) if n == 1]
+        assert probes[3] - probes[0] == 3, "four rounds of one request"
+        assert (probes[4:] or [len(asked)])[0] - probes[3] - 1 == pytest.approx(waits, abs=20)
 
 
 @pytest.mark.parametrize("requests", [1, 4])

@@ -211,9 +211,13 @@ class Engine:
             )
 
     def _propose(self, decoding: list[Sequence], load: Load) -> list[Draft]:
-        """The drafter's guesses. It is not asked where only the target's own token has room, nor in
-        a round that does without drafts, but for texts that depend on their drafts."""
-        asked = [s for s in decoding if s.draft_room > 0 and (load.block or s.seeded)]
+        """The drafter's guesses. It is not asked where only the target's own token has room, nor
+        about more texts than the scheduler says, but for those that depend on their drafts. Of some
+        the youngest are taken: they have the least to catch up with."""
+        room = [s for s in decoding if s.draft_room > 0]
+        wanted = self.scheduler.asks(len(decoding)) if load.block else 0
+        late = len(room) - wanted
+        asked = [s for i, s in enumerate(room) if i >= late or s.seeded]
         drafts = iter(self.drafter.propose([s.context() for s in asked]) if asked else ())
         slots = {s.slot for s in asked}
         return [

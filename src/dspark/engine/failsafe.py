@@ -42,7 +42,7 @@ class Failsafe(Drafter):
 
     def known(self, contexts: Sequence[DraftContext]) -> list[DraftContext]:
         """Those that `inner` may be asked about: it has been told of all their rows."""
-        self._tell(list(self._backlog.waiting))
+        self._tell([c.slot for c in contexts])
         return [c for c in contexts if c.slot not in self._lost]
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -65,13 +65,13 @@ class Failsafe(Drafter):
             self._observe(told, features)
             return
         self._tell([c.slot for c in told if not self._backlog.continues(c)])
-        self._backlog.add(told, features)
-        self._tell(self._backlog.full)
+        self._tell(self._backlog.add(told, features))
 
     def _tell(self, slots: Sequence[int]) -> None:
         """Nothing waits in these slots any more."""
-        if slots:
-            self._observe(*self._backlog.take(slots))
+        late = [slot for slot in slots if slot in self._backlog.waiting]
+        if late:
+            self._observe(*self._backlog.take(late))
 
     def _observe(self, committed: Sequence[Committed], features: Tensor | None) -> None:
         try:
@@ -84,9 +84,12 @@ class Failsafe(Drafter):
             self._lost |= {c.slot for c in committed}
 
     def reuse(self, source: int, slot: int, length: int) -> int:
-        self._tell(list(self._backlog.waiting))
+        # Of a text that others begin like, its beginning is told and the rest goes on waiting.
+        behind = self._backlog.set_aside(source, length)
+        self._tell([source])
         if source in self._lost:
             return 0
+        self._backlog.put_back(source, behind)
         try:
             start = self.inner.reuse(source, slot, length)
         except AssertionError:
@@ -95,6 +98,7 @@ class Failsafe(Drafter):
             self._failed("reuse", e)
             return 0
         if start:
+            self._backlog.drop(slot)
             self._lost.discard(slot)
         return start
 

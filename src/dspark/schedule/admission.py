@@ -60,6 +60,12 @@ class Drafts:
     pinned: NDArray[np.bool_]
 
     @staticmethod
+    def none(keys: Sequence[Hashable]) -> Drafts:
+        """A round without drafts: of nobody is there anything to verify."""
+        n = len(keys)
+        return Drafts(tuple(keys), np.zeros(n, np.intp), np.zeros((0, n)), np.zeros(n, np.bool_))
+
+    @staticmethod
     def of(
         keys: Sequence[Hashable],
         confidences: Sequence[Sequence[float]],

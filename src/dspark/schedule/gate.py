@@ -21,13 +21,17 @@ were nearly free beside one another begin to cost: so a load that is met for the
 plainly where the next smaller one that is known rests.
 
     drafting --(gain below CLOSE after enough rounds)--> plain, for `wait` rounds
-    plain    --(waited)--> probing: some drafting rounds with fresh sums
+    plain    --(waited)--> probing: rounds in which one request drafts, with fresh sums
     probing  --(gain above OPEN)--> drafting;   --(else)--> plain, for twice as long
 
 Hysteresis: OPEN is above CLOSE, and every closing doubles the wait, up to a bound, until drafting
 has paid for long. Noise around a gain of 1 can thus flip the state a few times early on and then
-hardly ever; being wrong there costs nothing by definition. Losing probes cost their share of time:
-(1/gain - 1) * probe / wait, which falls below a thousandth.
+hardly ever; being wrong there costs nothing by definition.
+
+*The price of looking.* A probe drafts for one request and foresees what all would bring
+(`scheduler`), so it costs little where plain rounds are long. It ends early where the gain is
+HOPELESS. And it is priced: what its rounds took beyond the time of plain ones, catching up with
+the text included, may be PROBING of all time at most, so a dear probe is followed by a long wait.
 """
 
 from __future__ import annotations
@@ -39,12 +43,16 @@ CLOSE = 0.98
 OPEN = 1.03
 MEMORY = 0.97
 """Weight of the past in the sums, each drafting round."""
+HOPELESS = 0.85
+"""A probe that gains less ends after MIN_ROUNDS."""
 EVIDENCE = 16
-"""Request-rounds that a verdict on drafting needs; a probe takes half."""
+"""Drafts that a verdict needs; a probe takes half."""
 MIN_ROUNDS = 4
 FIRST_WAIT = 128
 """Plain rounds before the first probe."""
-LONGEST_WAIT = 2048
+LONGEST_WAIT = 4096
+PROBING = 0.01
+"""Share of time that probes may lose, as far as LONGEST_WAIT allows."""
 FORGIVEN = 512
 """Drafting rounds after which the wait is short again."""
 
@@ -61,6 +69,8 @@ class Lane:
     rounds: int = 0
     """Drafting rounds in this mode, or plain ones."""
     evidence: int = 0
+    lost: float = 0.0
+    """Plain rounds that this probe has cost so far."""
     wait: int = FIRST_WAIT // 2
     switches: int = 0
 
@@ -69,14 +79,14 @@ class Lane:
         return self.worth / self.spent if self.spent else None
 
     def enter(self, mode: Mode, *, keep: bool = False) -> None:
-        self.mode, self.rounds, self.evidence = mode, 0, 0
+        self.mode, self.rounds, self.evidence, self.lost = mode, 0, 0, 0.0
         self.switches += mode != "probing"
         if not keep:
             self.worth = self.spent = 0.0
 
 
 class Gate:
-    """Ask `should_draft` before every round, tell `observe` after it."""
+    """Ask `asks` before every round, tell `observe` or `observe_plain` after it."""
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
@@ -96,6 +106,12 @@ class Gate:
         lane = self.lane(requests)
         return lane.mode != "plain" or lane.rounds >= lane.wait
 
+    def asks(self, requests: int) -> int:
+        """Of how many: all, one in a probe, or none."""
+        if self.lane(requests).mode == "drafting":
+            return requests
+        return min(requests, int(self.should_draft(requests)))
+
     def observe_plain(self, requests: int) -> None:
         """A round without drafts is over."""
         lane = self.lane(requests)
@@ -103,13 +119,23 @@ class Gate:
             lane.rounds += 1
 
     def observe(
-        self, requests: int, *, predicted: float, emitted: float, spent_ms: float, plain_ms: float
+        self,
+        requests: int,
+        *,
+        predicted: float,
+        emitted: float,
+        spent_ms: float,
+        plain_ms: float,
+        asked: int | None = None,
+        lost: float = 0.0,
     ) -> None:
-        """A drafting round is over.
+        """A drafting round is over. What is said of it holds for drafts of all requests; in a probe
+        it is foreseen from the `asked` ones (None: all were).
 
         predicted    tokens expected of it, the target's own included (no prediction: `emitted`)
         emitted      tokens it yielded
         spent_ms     what it cost;  plain_ms  what it would have cost to decode plainly
+        lost         plain rounds that it really took, less those that its tokens were worth
         """
         lane = self.lane(requests)
         if lane.mode == "plain":
@@ -121,13 +147,16 @@ class Gate:
         lane.worth = MEMORY * lane.worth + predicted * honest * plain_ms / requests
         lane.spent = MEMORY * lane.spent + spent_ms
         lane.rounds += 1
-        lane.evidence += requests
+        lane.evidence += requests if asked is None else asked
+        lane.lost += lost
         self._decide(lane)
 
     def _decide(self, lane: Lane) -> None:
         gain = lane.gain
         needed = EVIDENCE if lane.mode == "drafting" else EVIDENCE // 2
-        if gain is None or lane.rounds < MIN_ROUNDS or lane.evidence < needed:
+        if gain is None or lane.rounds < MIN_ROUNDS:
+            return
+        if lane.evidence < needed and not (lane.mode == "probing" and gain < HOPELESS):
             return
         if lane.mode == "probing":
             if gain > OPEN:
@@ -141,6 +170,9 @@ class Gate:
 
     @staticmethod
     def _close(lane: Lane) -> None:
-        lane.wait = min(2 * lane.wait, LONGEST_WAIT)
-        lane.switches -= lane.mode == "probing"  # a failed probe is no switch
+        lane.wait = 2 * lane.wait
+        if lane.mode == "probing":
+            lane.wait = max(lane.wait, round(lane.lost / PROBING))
+            lane.switches -= 1  # a failed probe is no switch
+        lane.wait = min(lane.wait, LONGEST_WAIT)
         lane.enter("plain")

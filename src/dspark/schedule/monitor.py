@@ -72,10 +72,18 @@ class LiveCost:
     ) -> list[float]:
         return self.current.curve(first, last, requests=requests, context=context, block=block)
 
-    def foreseen(self, rows: int, requests: int, context: float, block: int) -> Times:
-        """What the table, unscaled, says of a round."""
+    def foreseen(
+        self,
+        rows: int,
+        requests: int,
+        context: float,
+        block: int,
+        drafting: int | None = None,
+    ) -> Times:
+        """What the table, unscaled, says of a round; `drafting` of the requests draft, None: all"""
         t = self.table
-        return Times(t.draft_ms(requests, block), t.verify_ms(rows, context), t.other_ms(requests))
+        drafts = requests if drafting is None else drafting
+        return Times(t.draft_ms(drafts, block), t.verify_ms(rows, context), t.other_ms(requests))
 
     def present(self, rows: int, requests: int, context: float, block: int) -> Times:
         """The same at the machine's present speed: times the running medians, however small the
@@ -89,9 +97,17 @@ class LiveCost:
         ratios = self._ratios[name]
         return median(ratios) if len(ratios) > WINDOW // 2 else 1.0
 
-    def observe(self, live: Times, rows: int, requests: int, context: float, block: int) -> None:
+    def observe(
+        self,
+        live: Times,
+        rows: int,
+        requests: int,
+        context: float,
+        block: int,
+        drafting: int | None = None,
+    ) -> None:
         """A round took `live`; `block` 0 if nothing was drafted."""
-        foreseen = self.foreseen(rows, requests, context, block)
+        foreseen = self.foreseen(rows, requests, context, block, drafting)
         for name, recent in self._ratios.items():
             expected = getattr(foreseen, name)
             if expected >= SHARE * foreseen.total:

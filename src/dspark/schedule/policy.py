@@ -103,7 +103,7 @@ class Policy(Protocol):
     own_draft_only: bool
 
     def plan(self, drafts: Drafts, load: Load) -> Plan:
-        """Decide on a round; call it once for each, in order."""
+        """Decide on a round; call it once for each that has drafts, in order."""
         ...
 
 

@@ -2,8 +2,9 @@
 
     scheduler = Scheduler("auto", table=table, calibration=calibration)
 
-    block = K if scheduler.should_draft(len(decoding)) else 0    # before anything is drafted
-    drafts = propose(...) if block else empty ones
+    asks = scheduler.asks(len(decoding))    # all, one or none; before anything is drafted
+    block = K if asks else 0
+    drafts = propose(...) of as many requests, empty ones of the others
     plan = scheduler.plan(keys, counts, confidences, Load(block, context, prompt_rows), pinned)
     ... one pass over the anchors and the first plan.lengths[r] drafts of each request ...
     scheduler.observe([v.accepted for v in verdicts], Times(draft, verify, other))
@@ -13,7 +14,11 @@ in an order that has nothing to do with what was drawn (that of arrival); `obser
 Requests may come and go between rounds: `keys` tell who is who.
 
 `pinned` marks requests whose seeded text must not depend on their company (`policy`): seed given,
-sampling, draft with a distribution. The engine lets them draft even where `should_draft` says no.
+sampling, draft with a distribution. The engine lets them draft even where `asks` says no.
+
+A *probe* drafts for one request of many and says what drafting for all of them would be worth: the
+share of its tokens and rows is multiplied, the costs are those of the table. So looking whether
+drafting pays costs a busy machine one draft and not all.
 
 Times are of the same kind as those that the table was measured from. What the drafter does in
 plain rounds, too (taking in features to stay up to date) belongs to `other` in both, or plain
@@ -28,6 +33,8 @@ under schedulers that weigh costs: whoever asks for `static:4` gets it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 from dspark.schedule.admission import Drafts
 from dspark.schedule.calibration import Calibration
@@ -61,8 +68,13 @@ class Scheduler:
         """Whether lengths follow measured costs."""
         return self.cost is not None and not self.policy.own_draft_only
 
+    def asks(self, requests: int) -> int:
+        """Of how many of the `requests` drafts are wanted in the coming round: all, one (a probe)
+        or none; from past rounds alone."""
+        return requests if self.gate is None else self.gate.asks(requests)
+
     def should_draft(self, requests: int) -> bool:
-        """Whether the coming round of `requests` should draft; from past rounds alone."""
+        """Whether drafts are wanted of any; also where no request decodes yet."""
         return self.gate is None or self.gate.should_draft(requests)
 
     def plan(
@@ -78,6 +90,11 @@ class Scheduler:
         keys         [R] identities;  counts  [R] drafted tokens, possibly 0
         confidences  [R] the drafter's own, uncalibrated, or None if it has none
         """
+        if not any(counts):  # many rounds are plain, and must cost no more than plain ones
+            n = len(keys)
+            plan = Plan((0,) * n, (0.0,) * n)
+            self._round = (Drafts.none(keys), plan, load, False)
+            return plan
         flags = pinned or [False] * len(keys)
         filled: list[Sequence[float]] = []
         judged = True
@@ -103,27 +120,43 @@ class Scheduler:
         requests = len(drafts)
         if not requests:
             return
-        self.acceptance.observe(plan.lengths, accepted)
+        if drafts.survival.size:
+            self.acceptance.observe(plan.lengths, accepted)
         if judged:
             self.drift.observe(drafts.survival, plan.lengths, accepted)
         if self.cost is None:
             return
         base = requests + load.extra_rows
-        shape = (base + sum(plan.lengths), requests, load.context, load.block)
+        rows = sum(plan.lengths)
+        asked = self._asked(drafts)
         if not load.extra_rows:  # prompt rows want no logits: their passes are of another kind
-            self.cost.observe(times, *shape)
+            shape = (base + rows, requests, load.context, load.block)
+            self.cost.observe(times, *shape, drafting=asked)
         if self.gate is None:
             return
         if not load.block:
             self.gate.observe_plain(requests)
             return
+        share = requests / asked
+        whole = (base + round(rows * share), requests, load.context, load.block)
+        plain_ms = self.cost.present(base, requests, load.context, 0).total
         self.gate.observe(
             requests,
-            predicted=requests + sum(plan.predicted),
-            emitted=requests + sum(accepted),
-            spent_ms=self.cost.present(*shape).total,
-            plain_ms=self.cost.present(base, requests, load.context, 0).total,
+            asked=asked,
+            predicted=requests + sum(plan.predicted) * share,
+            emitted=requests + sum(accepted) * share,
+            spent_ms=self.cost.present(*whole).total,
+            plain_ms=plain_ms,
+            lost=times.total / plain_ms - 1 - sum(accepted) / requests,
         )
+
+    def _asked(self, drafts: Drafts) -> int:
+        """How many requests the drafter was asked about. In a probe that is one, or those that have
+        a draft: pinned ones draft in any case, and another engine may ask for all."""
+        requests = len(drafts)
+        if self.asks(requests) == requests:
+            return requests
+        return max(int(np.count_nonzero(drafts.counts)), 1)
 
     @property
     def messages(self) -> list[str]:
