@@ -191,7 +191,12 @@ async def streamed(http: httpx.AsyncClient, plan: Plan, pause: float) -> dict[in
                 delta = c.get("delta") or c
                 for name in ("reasoning_content", "content", "text"):
                     into[name] = into.get(name, "") + (delta.get(name) or "")
-                into["tool_calls"] += delta.get("tool_calls") or []
+                for piece in delta.get("tool_calls") or ():
+                    if piece.get("id"):
+                        into["tool_calls"].append(piece)
+                    else:
+                        last = into["tool_calls"][-1]["function"]
+                        last["arguments"] += piece["function"]["arguments"]
             await asyncio.sleep(pause)
     return {index: _said(part) for index, part in parts.items()}
 

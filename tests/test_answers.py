@@ -38,6 +38,7 @@ def call(name: str = "f", **arguments: object) -> Call:
 
 
 RAW = 'a <b>\n\n"c" &amp; </｜DSML｜invoke> <｜DSML｜tool_calls>\\n ü😀'
+CUT = block(dsml(element("a", "Rome"), element("b", "[1, 2]", "false")))
 REASONING = [
     ("Because.</think>Blue.", Answer("Because.", "Blue.")),
     ("Cut off", Answer("Cut off")),
@@ -64,6 +65,7 @@ DSML = [
     # Looks like calls, and stays content to the letter.
     (f"Say {OPEN} to call", Answer("", f"Say {OPEN} to call")),
     (block(), Answer("", block())),
+    (OPEN[:-1], Answer("", OPEN[:-1])),
     (block(dsml(name="nobody")), Answer("", block(dsml(name="nobody")))),
     *(
         (block(dsml(bad)), Answer("", block(dsml(bad))))
@@ -72,13 +74,25 @@ DSML = [
             element("a", "NaN", "false"),
             element("a", "[" * 5000, "false"),
             element("a", "x", "perhaps"),
-            element("a", "1") + element("a", "2"),
             "a = 1",
         )
     ),
-    (block(dsml())[:-1], Answer("", "\n" + CLOSE[:-1], (call(),))),
-    (block(dsml())[:-40], Answer("", block(dsml())[:-40])),
+    (block(dsml())[:-50], Answer("", block(dsml())[:-50])),
     (f"\n\n{OPEN}", Answer("", f"\n\n{OPEN}")),
+    # Cut off behind its beginning: a mark or a value in the making is dropped.
+    (block(dsml())[:-1], Answer("", "", (call(),))),
+    (CUT[: CUT.index("ome")], Answer("", "", (Call("f", '{"a": "R'),))),
+    (CUT[: CUT.index("SML｜parameter>")], Answer("", "", (Call("f", '{"a": "Rome'),))),
+    (CUT[: CUT.index(", 2]")], Answer("", "", (Call("f", '{"a": "Rome"'),))),
+    (CUT[: CUT.rindex("voke>")], Answer("", "", (Call("f", '{"a": "Rome", "b": [1, 2]'),))),
+    # Damaged behind its beginning: what follows is content.
+    *(
+        (
+            block(dsml(element("a", "x") + bad)),
+            Answer("", f"\n{bad}</｜DSML｜invoke>\n{CLOSE}", (Call("f", '{"a": "x"'),)),
+        )
+        for bad in (element("a", "2"), element("b", "{", "false"), "b = 1\n")
+    ),
     # A good call in front of a bad one is made, one behind it is found.
     (
         block(dsml(), dsml(name="x")) + block(dsml()),
@@ -93,15 +107,31 @@ JSON = [
     ),
     (hermes('{"a": "</tool_call>"}'), Answer("", "", (call(a="</tool_call>"),))),
     (f"{hermes('{}')} and", Answer("", " and", (call(),))),
+    (
+        hermes('{"a":\n[{"b": "]}\\\\\\""}] }'),
+        Answer("", "", (Call("f", '{"a":\n[{"b": "]}\\\\\\""}] }'),)),
+    ),
+    # Arguments in front of the name are known to be some at the end only.
+    (
+        '<tool_call>{"arguments": {"a":  "}</tool_call>"}, "name": "f"}</tool_call>',
+        Answer("", "", (call(a="}</tool_call>"),)),
+    ),
+    # Behind its beginning a call is told as it was written: cut off, damaged, or no JSON.
+    (hermes('{"a": [1')[:-14], Answer("", "", (Call("f", '{"a": [1'),))),
+    (hermes("{}")[:-3], Answer("", "", (call(),))),
+    (hermes("{}")[:-13], Answer("", "", (call(),))),
+    (hermes('{"a": NaN}'), Answer("", "", (Call("f", '{"a": NaN}'),))),
+    (hermes('{"a": "x}'), Answer("", "", (Call("f", '{"a": "x}}\n</tool_call>'),))),
+    (hermes("{}, "), Answer("", ", }\n</tool_call>", (call(),))),
     ("<tool_calls>", Answer("", "<tool_calls>")),
     *(
         (bad, Answer("", bad))
         for bad in (
             hermes("[]"),
             hermes("{}", "nobody"),
-            hermes('{"a": NaN}'),
-            hermes('{"a": "x}'),
-            hermes("{}")[:-3],
+            hermes("{'a': 1}"),
+            hermes("{")[:-14],
+            '<tool_call>{"name": "f", "arguments"',
             "<tool_call>",
             "<tool_call>f(1)</tool_call>",
             '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
@@ -156,7 +186,38 @@ def test_only_what_is_undecided_is_held_back() -> None:
     assert reader.feed(tail) == Answer("", "", (call(),))
     assert reader.finish() == Answer()
     # What cannot become a call is let go at once.
-    assert reader.feed(f"{OPEN} is how") == Answer("", f"{OPEN} is how")
+    for text in (
+        f"{OPEN} is how",
+        block(dsml(name="nobody"))[:-36],
+        block(dsml("a = 1"))[:-36],
+        block(dsml(element("a", "x", "perhaps")))[:-36],
+    ):
+        assert reader.feed(text) == Answer("", text)
+
+
+def more(arguments: str) -> Answer:
+    return Answer("", "", (Call("", arguments),))
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader = V4.reader(tools=NAMES)
+    assert reader.feed(f'{OPEN}\n<｜DSML｜invoke name="f">\n') == Answer()
+    begin = '<｜DSML｜parameter name="a" string="true">Ro'
+    assert reader.feed(begin) == Answer("", "", (Call("f", '{"a": "Ro'),))
+    assert reader.feed('me\n"') == more('me\\n\\"')
+    assert reader.feed("<") == Answer()
+    assert reader.feed("b") == more("<b")
+    assert reader.feed("</｜DSML｜parameter>") == more('"')
+    assert reader.feed('\n<｜DSML｜parameter name="n" string="false">[1,') == Answer()
+    assert reader.feed("2]</｜DSML｜parameter>\n") == more(', "n": [1, 2]')
+    assert reader.feed("</｜DSML｜invoke>") == more("}")
+    reader = QWEN.reader(tools=NAMES)
+    assert reader.feed('<tool_call>\n{"name": "f", "arguments": {') == Answer()
+    assert reader.feed('"') == Answer("", "", (Call("f", '{"'),))
+    for piece in ("a", '": {"', "}}\\", '"}', '"}, "b": [{', "}]", "}"):
+        assert reader.feed(piece) == more(piece)
+    assert reader.feed("}\n</tool_call>") == Answer()
+    assert reader.feed("x") == Answer("", "x")
 
 
 @pytest.mark.parametrize("form", [V4, QWEN, AnswerFormat()])

@@ -5,9 +5,13 @@ A model writes one text; clients want its parts. Which marks divide it is the mo
 follows the text, cut anywhere, and says of every piece what became certain with it. A whole answer
 is one piece, so streamed and whole answers agree because they are read by the same code.
 
-* Text is held back only while it may be the beginning of a mark, or a call that is not finished.
-* A call is one when it is complete, well written, and of a tool that was offered. All else that
-  looks like one, cut off or damaged, stays content to the letter: nothing is lost.
+* Text is held back only while it may be the beginning of a mark or of a call.
+* A call begins when the name of a tool that was offered and the beginning of its arguments stand
+  there as the model writes them; all else that looks like one stays content to the letter. From
+  there on its arguments are told as they come, which cannot be taken back: those of a call that
+  was cut off or damaged end there, and are no JSON then. They are not mended, because half an
+  argument must not look like a whole one. What follows damage is content; of a text that ends
+  within calls, the mark or element that was just being written is dropped.
 * Reasoning holds no calls: what the model only thinks of, it does not do.
 
 Not promised: that arguments fit the tool's schema. A grammar does that (`tool_calls.py`).
@@ -25,7 +29,8 @@ from dspark.errors import InvalidRequestError
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool; `arguments` is the text of a JSON object."""
+    """A call of a tool, or more of one: without a name, `arguments` go on with those of the call
+    before. All pieces of them together are the text of a JSON object, if the model wrote one."""
 
     name: str
     arguments: str
@@ -40,17 +45,18 @@ class Answer:
     calls: tuple[Call, ...] = ()
 
     def __add__(self, other: Answer) -> Answer:
-        return Answer(
-            self.reasoning + other.reasoning,
-            self.content + other.content,
-            self.calls + other.calls,
-        )
+        calls = list(self.calls)
+        for c in other.calls:
+            if calls and not c.name:
+                c = Call(calls[-1].name, calls.pop().arguments + c.arguments)
+            calls.append(c)
+        return Answer(self.reasoning + other.reasoning, self.content + other.content, tuple(calls))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a text inside calls begins with: `length` characters that are a call, or the mark that
-    closes them (`call` is None). Length 0: too short to tell."""
+    """What a text inside calls begins with: `length` characters that bring `call`, a whole one or a
+    piece, or the mark that closes them (`call` is None). Length 0: too short to tell."""
 
     length: int = 0
     call: Call | None = None
@@ -81,6 +87,15 @@ class Tool:
             )
 
 
+class CallReader(Protocol):
+    """Reads what stands behind one opening, step by step."""
+
+    def step(self, text: str) -> Step | None:
+        """What `text`, which stands behind the steps before, begins with; None: it does not go on
+        with calls, and never will."""
+        ...
+
+
 class CallSyntax(Protocol):
     """How a model writes calls."""
 
@@ -94,9 +109,8 @@ class CallSyntax(Protocol):
         """Tokens that are part of the syntax, should a tokenizer call them special."""
         ...
 
-    def scan(self, text: str, names: Collection[str]) -> Step | None:
-        """What `text`, which stands behind an opening, begins with; None: not a call of one of
-        `names`, and never will be."""
+    def reader(self, names: Collection[str]) -> CallReader:
+        """For what stands behind an opening; only tools of these names are called."""
         ...
 
     def rules(self, tools: Sequence[Tool], parallel: bool) -> str:
@@ -143,7 +157,8 @@ class Reader:
         self._end_think, self._calls, self._names = end_think, calls, names
         self._reasons = bool(end_think)
         self._held = ""
-        self._opening: str | None = None
+        self._inside: CallReader | None = None
+        self._opening = ""
         """Inside calls: what has to be given back if no call follows."""
 
     def feed(self, piece: str) -> Answer:
@@ -158,14 +173,16 @@ class Reader:
         text, self._held = self._held + piece, ""
         out = Answer()
         while text:
-            inside = self._opening is not None
-            found, text = self._call(text, last) if inside else self._plain(text, last)
+            if self._inside is None:
+                found, text = self._plain(text, last)
+            else:
+                found, text = self._call(self._inside, text, last)
             out += found
             if self._held:
                 break
-        if last and self._opening:
+        if last and self._inside is not None:
             out += Answer(content=self._opening)
-            self._opening = None
+            self._inside = None
         return out
 
     def _plain(self, text: str, last: bool) -> tuple[Answer, str]:
@@ -175,29 +192,31 @@ class Reader:
             marks = (self._end_think,)
         at, mark = min(((text.find(m), m) for m in marks if m in text), default=(-1, ""))
         if at < 0:
-            keep = 0 if last else _overlap(text, marks)
+            keep = 0 if last else overlap(text, marks)
             at, self._held = len(text) - keep, text[len(text) - keep :]
         part = text[:at]
         answer = Answer(reasoning=part) if self._reasons else Answer(content=part)
         if mark and not self._reasons:
-            self._opening = mark
+            assert self._calls is not None
+            self._opening, self._inside = mark, self._calls.reader(self._names)
         self._reasons = self._reasons and not mark
         return answer, text[at + len(mark) :]
 
-    def _call(self, text: str, last: bool) -> tuple[Answer, str]:
+    def _call(self, inside: CallReader, text: str, last: bool) -> tuple[Answer, str]:
         """One step inside calls: what it brought, and the text behind it."""
-        assert self._calls is not None
-        step = self._calls.scan(text, self._names)
-        if step is not None and not step.length and not last:
-            self._held = text
+        step = inside.step(text)
+        opening = self._opening
+        if step is not None and not step.length and not (last and opening):
+            self._held = "" if last else text
             return Answer(), ""
-        opening = self._opening or ""
         if step is None or not step.length:
-            self._opening = None
+            self._inside, self._opening = None, ""
             return Answer(content=opening), text
         rest = text[step.length :]
-        self._opening = None if step.closed else ""
+        if step.closed:
+            self._inside = None
         if step.call is not None:
+            self._opening = ""
             return Answer(calls=(step.call,)), rest
         # Calls that are closed before there was one are no calls.
         return Answer(content=opening + text[: step.length] if opening else ""), rest
@@ -221,7 +240,7 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _overlap(text: str, marks: Sequence[str]) -> int:
+def overlap(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of `text` that begins one of the marks."""
     longest = min(max(map(len, marks), default=1) - 1, len(text))
     return next(

@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dspark.answers import Call, Step, Tool, read_json
+from dspark.answers import Call, CallReader, Step, Tool, overlap, read_json
 from dspark.errors import InvalidRequestError
 from dspark.tool_calls import json_rule, literal
 
@@ -56,9 +56,11 @@ Otherwise, output directly after </think> with tool calls or final response.
 
 You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """
-_PARAMETER = rf'\s*+<{DSML}parameter name="([^"]*)" string="(true|false)">(?>(.*?){END_PARAMETER})'
-_INVOKE = re.compile(rf'\s*{INVOKE}([^"]*)">((?:{_PARAMETER})*+)\s*{END_INVOKE}', re.DOTALL)
-_EACH = re.compile(_PARAMETER, re.DOTALL)
+_PARAMETER = f'<{DSML}parameter name="'
+_CALLED = re.compile(rf'\s*{INVOKE}([^"]*)">')
+_ENDED = re.compile(rf"\s*{END_INVOKE}")
+_NAMED = re.compile(rf'\s*{_PARAMETER}([^"]*)"')
+_TEXT, _AS_JSON = ' string="true">', ' string="false">'
 _CLOSED = re.compile(rf"\s*{CLOSE}")
 _ROOT = frozenset({
     "type", "properties", "required", "additionalProperties", "patternProperties",
@@ -119,19 +121,9 @@ class Dsml:
     openings = ("\n\n" + OPEN, OPEN)
     tokens = frozenset({DSML})
 
-    def scan(self, text: str, names: Collection[str]) -> Step | None:
-        """See `answers.CallSyntax.scan`."""
-        if closed := _CLOSED.match(text):
-            return Step(closed.end(), closed=True)
-        # The search for the end is quick, and spares the costly one while a call is written.
-        if END_INVOKE in text and (found := _INVOKE.match(text)):
-            arguments = _arguments(found[2])
-            if found[1] not in names or arguments is None:
-                return None
-            return Step(found.end(), Call(found[1], _json(arguments)))
-        head = text.lstrip()
-        begun = any(head[: len(m)] == m[: len(head)] for m in (INVOKE, CLOSE))
-        return Step() if begun else None
+    def reader(self, names: Collection[str]) -> CallReader:
+        """See `answers.CallSyntax.reader`."""
+        return _DsmlCalls(names)
 
     def rules(self, tools: Sequence[Tool], parallel: bool) -> str:
         """See `answers.CallSyntax.rules`. Arguments come in the order of their properties; strings
@@ -154,15 +146,82 @@ class Dsml:
 DSML_SYNTAX = Dsml()
 
 
-def _arguments(text: str) -> dict[str, Any] | None:
-    """The arguments that the elements in `text` spell; None if one is no JSON or comes twice."""
-    found: dict[str, Any] = {}
-    for name, is_string, raw in _EACH.findall(text):
-        value = raw if is_string == "true" else read_json(raw)
-        if name in found or value is ...:
+class _DsmlCalls:
+    """Fulfils `answers.CallReader`.
+
+    The JSON of the arguments is put together here. A text is told as it is written; a value that is
+    written as JSON in one piece, since only its end says whether it is JSON.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._in_call = self._in_text = False
+        self._given: set[str] = set()
+        """Names of the arguments so far."""
+
+    def step(self, text: str) -> Step | None:
+        """See `answers.CallReader.step`."""
+        if self._in_text:
+            return self._text(text)
+        if self._in_call:
+            return self._element(text)
+        if closed := _CLOSED.match(text):
+            return Step(closed.end(), closed=True)
+        head = _CALLED.match(text)
+        if head is None:
+            return _awaited(text, INVOKE, CLOSE)
+        if head[1] not in self._names:
             return None
-        found[name] = value
-    return found
+        self._given = set()
+        first = self._element(text[head.end() :])
+        if first is None or first.call is None:
+            return first
+        return Step(head.end() + first.length, Call(head[1], "{" + first.call.arguments))
+
+    def _element(self, text: str) -> Step | None:
+        """An argument, or the beginning of one that is a text, or the end of the call."""
+        if ended := _ENDED.match(text):
+            self._in_call = False
+            return Step(ended.end(), Call("", "}"))
+        named = _NAMED.match(text)
+        if named is None:
+            return _awaited(text, _PARAMETER, END_INVOKE)
+        name, rest = named[1], text[named.end() :]
+        if name in self._given:
+            return None
+        key = f"{', ' if self._given else ''}{_json(name)}: "
+        if rest.startswith(_TEXT):
+            self._in_text = True
+            step = Step(named.end() + len(_TEXT), Call("", key + '"'))
+        elif rest.startswith(_AS_JSON):
+            raw, end, _ = rest[len(_AS_JSON) :].partition(END_PARAMETER)
+            if not end:
+                return Step()
+            value = read_json(raw)
+            if value is ...:
+                return None
+            length = named.end() + len(_AS_JSON) + len(raw) + len(end)
+            step = Step(length, Call("", key + _json(value)))
+        else:
+            return Step() if any(k.startswith(rest) for k in (_TEXT, _AS_JSON)) else None
+        self._given.add(name)
+        self._in_call = True
+        return step
+
+    def _text(self, text: str) -> Step:
+        """More of an argument that is a text, and its end."""
+        raw, end, _ = text.partition(END_PARAMETER)
+        if not end:
+            raw = text[: len(text) - overlap(text, (END_PARAMETER,))]
+        self._in_text = not end
+        escaped = _json(raw)[1:-1] + ('"' if end else "")
+        return Step(len(raw) + len(end), Call("", escaped))
+
+
+def _awaited(text: str, *marks: str) -> Step | None:
+    """Nothing yet, if `text` may become one of the marks."""
+    head = text.lstrip()
+    return Step() if any(head[: len(m)] == m[: len(head)] for m in marks) else None
 
 
 def _properties(tool: Tool) -> list[tuple[str, bool, Any]]:

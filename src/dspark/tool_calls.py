@@ -19,22 +19,96 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dspark.answers import Call, CallSyntax, Step, Tool, read_object
+from dspark.answers import Call, CallReader, CallSyntax, Step, Tool, read_object
 
 SPACES = r"[ \n]{0,8}"
 """Between the parts of JSON: limited, because small models like to go on with it."""
+
+
+CLOSE = "</tool_call>"
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{\s*["}])')
+_TAIL = re.compile(rf"\s*\}}\s*{CLOSE}")
 
 
 class Hermes:
     """Fulfils `answers.CallSyntax`."""
 
     openings = ("<tool_call>", "\n<tool_call>")
-    tokens = frozenset({"<tool_call>", "</tool_call>"})
-    _close = "</tool_call>"
+    tokens = frozenset({"<tool_call>", CLOSE})
 
-    def scan(self, text: str, names: Collection[str]) -> Step | None:
-        """See `answers.CallSyntax.scan`."""
-        for end in re.finditer(self._close, text):
+    def reader(self, names: Collection[str]) -> CallReader:
+        """See `answers.CallSyntax.reader`."""
+        return _HermesCall(names)
+
+    def rules(self, tools: Sequence[Tool], parallel: bool) -> str:
+        """See `answers.CallSyntax.rules`."""
+        each = []
+        for tool in tools:
+            head = literal('\n{"name": ' + json.dumps(tool.name) + ', "arguments": ')
+            arguments = json_rule({"type": "object", **tool.parameters})
+            each.append(" ".join([head, arguments, literal("}\n" + CLOSE)]))
+        more = f" ({literal(self.openings[1])} call)*" if parallel else ""
+        return f"calls: call{more}\ncall: " + "\n  | ".join(each) + "\n"
+
+
+HERMES = Hermes()
+
+
+class _HermesCall:
+    """Fulfils `answers.CallReader`.
+
+    Arguments behind the name are told as they are written, letter by letter: where their object
+    ends is known by its braces alone. Whether it is JSON is known only at its end, when it has long
+    been told. Where arguments come before the name, nobody can say whose they are until the call is
+    complete: those come in one piece.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._begun = self._string = self._escaped = False
+        self._depth = 0
+
+    def step(self, text: str) -> Step | None:
+        """See `answers.CallReader.step`."""
+        if not self._begun:
+            return self._begin(text)
+        if self._depth:
+            length = self._object(text)
+            return Step(length, Call("", text[:length]))
+        if tail := _TAIL.match(text):
+            return Step(tail.end(), closed=True)
+        return Step() if f"}}{CLOSE}".startswith("".join(text.split())) else None
+
+    def _begin(self, text: str) -> Step | None:
+        head = _HEAD.match(text)
+        if head is None:
+            return self._whole(text)
+        if head[1] not in self._names:
+            return None
+        self._begun = True
+        length = self._object(text[head.end() :])
+        return Step(head.end() + length, Call(head[1], text[head.end() :][:length]))
+
+    def _object(self, text: str) -> int:
+        """Length of what belongs to the arguments, up to the brace that closes them."""
+        for i, c in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._string:
+                self._escaped, self._string = c == "\\", c != '"'
+            elif c == '"':
+                self._string = True
+            elif c in "{[":
+                self._depth += 1
+            elif c in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return i + 1
+        return len(text)
+
+    def _whole(self, text: str) -> Step | None:
+        """A complete call in any order."""
+        for end in re.finditer(CLOSE, text):
             body = text[: end.start()]
             value = read_object(body)
             if value is None:
@@ -43,24 +117,11 @@ class Hermes:
                 return None
             arguments = value.get("arguments")
             good = set(value) == {"name", "arguments"} and isinstance(arguments, dict)
-            if not good or value["name"] not in names:
+            if not good or value["name"] not in self._names:
                 return None
             call = Call(value["name"], json.dumps(arguments, ensure_ascii=False))
             return Step(end.end(), call, closed=True)
         return Step() if text.lstrip()[:1] in ("", "{") else None
-
-    def rules(self, tools: Sequence[Tool], parallel: bool) -> str:
-        """See `answers.CallSyntax.rules`."""
-        each = []
-        for tool in tools:
-            head = literal('\n{"name": ' + json.dumps(tool.name) + ', "arguments": ')
-            arguments = json_rule({"type": "object", **tool.parameters})
-            each.append(" ".join([head, arguments, literal("}\n" + self._close)]))
-        more = f" ({literal(self.openings[1])} call)*" if parallel else ""
-        return f"calls: call{more}\ncall: " + "\n  | ".join(each) + "\n"
-
-
-HERMES = Hermes()
 
 
 def _in_string(text: str) -> bool:

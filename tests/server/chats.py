@@ -23,7 +23,7 @@ class Collected:
 
     @property
     def made(self) -> list[tuple[str, Any]]:
-        return [(c["name"], json.loads(c["arguments"])) for c in self.calls or []]
+        return [(c["name"], parsed(c["arguments"])) for c in self.calls or []]
 
 
 def collected(stream: Any) -> Collected:
@@ -35,8 +35,10 @@ def collected(stream: Any) -> Collected:
             for part in choice.delta.tool_calls or []:
                 out.calls = out.calls or []
                 if part.index == len(out.calls):
-                    assert part.id and part.type == "function"
+                    assert part.id and part.type == "function" and part.function.name
                     out.calls.append({"id": part.id, "name": "", "arguments": ""})
+                else:
+                    assert part.index == len(out.calls) - 1 and part.id is None
                 found = out.calls[part.index]
                 found["name"] += part.function.name or ""
                 found["arguments"] += part.function.arguments or ""
@@ -45,7 +47,15 @@ def collected(stream: Any) -> Collected:
 
 
 def made(message: Any) -> list[tuple[str, Any]]:
-    return [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+    return [(c.function.name, parsed(c.function.arguments)) for c in message.tool_calls or []]
+
+
+def parsed(arguments: str) -> Any:
+    """As they are, if they were cut off."""
+    try:
+        return json.loads(arguments)
+    except json.JSONDecodeError:
+        return arguments
 
 
 def v4(text: str, messages: Any = HI, *, block: int = 5, right: Any = "all", **options: Any) -> Any:

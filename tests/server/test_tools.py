@@ -44,6 +44,8 @@ CALLS = (
     "</｜DSML｜invoke>\n"
     '<｜DSML｜invoke name="stop">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
 )
+BROKEN = CALLS.removeprefix("Well.").replace("[1, {}]", "[1, {]")
+COLOUR = '{"colour": "a \\"b\\"\\n"'
 MADE = [("paint", {"colour": 'a "b"\n', "coats": [1, {}]}), ("stop", {})]
 
 
@@ -72,9 +74,11 @@ def test_calls_of_v4(block: int) -> None:
     [
         (CALLS[7:], None, MADE),
         (CALLS.replace("paint", "sing"), CALLS.replace("paint", "sing"), []),
-        (CALLS.replace("[1, {}]", "[1, {]"), CALLS.replace("[1, {}]", "[1, {]"), []),
         ("Use <｜DSML｜tool_calls>.", "Use <｜DSML｜tool_calls>.", []),
-        (CALLS[:120], CALLS[:120], []),
+        (CALLS[:90], CALLS[:90], []),
+        # Behind its beginning it is one, damaged or cut off.
+        (BROKEN, BROKEN[BROKEN.index('\n<｜DSML｜parameter name="coats') :], [("paint", COLOUR)]),
+        (CALLS[:120], None, [("paint", COLOUR[:-1])]),
     ],
 )
 def test_what_only_looks_like_a_call_stays_content(text: str, content: Any, calls: Any) -> None:
@@ -88,7 +92,7 @@ def test_what_only_looks_like_a_call_stays_content(text: str, content: Any, call
     assert whole.finish_reason == parts.reason == ("tool_calls" if calls else "stop")
 
 
-def test_a_call_that_is_cut_off_is_given_back() -> None:
+def test_a_call_that_is_cut_off_is_the_same_streamed() -> None:
     asked: dict[str, Any] = {"model": "scripted", "messages": HI, "tools": TOOLS, "temperature": 0}
     with serving(v4(CALLS, tools=TOOLS)) as s:
         for limit in range(1, len(CALLS.encode()), 29):
@@ -101,6 +105,27 @@ def test_a_call_that_is_cut_off_is_given_back() -> None:
             assert (parts.content, parts.made) == (whole.message.content or "", made(whole.message))
             if not parts.made:
                 assert parts.content == text
+
+
+def test_arguments_are_streamed_as_they_are_written() -> None:
+    """A delta for each round that brought some; whole characters, joined the whole form."""
+    long = CALLS.replace('a "b"\n', 'a "ß" 😀\n' * 9)
+    asked: dict[str, Any] = {"model": "scripted", "messages": HI, "tools": TOOLS, "temperature": 0}
+    with serving(v4(long, tools=TOOLS, block=3, right="some")) as s:
+        (whole, _) = s.client.chat.completions.create(**asked).choices[0].message.tool_calls or []
+        deltas = [
+            part
+            for chunk in s.client.chat.completions.create(stream=True, **asked)
+            for part in chunk.choices[0].delta.tool_calls or []
+        ]
+    first = [d for d in deltas if d.index == 0]
+    assert len(first) > 20 and [d.index for d in deltas[len(first) :]] == [1]
+    assert first[0].id and not any(
+        d.id or d.type or d.function.name for d in first[1:] if d.function
+    )
+    pieces = [d.function.arguments or "" for d in first if d.function]
+    assert all(pieces) and not any("\ufffd" in p for p in pieces)
+    assert "".join(pieces) == whole.function.arguments  # type: ignore[union-attr]
 
 
 def test_a_long_call_does_not_look_dead() -> None:

@@ -4,8 +4,8 @@ Both kinds have the same life (choices that grow and end), so `Chat` and `Comple
 they write one choice and one delta, and nothing else. A stream's deltas are what the engine
 released: whole characters, never the beginning of a stop string; joined they are the text of the
 whole answer. A chat's text is read on the way (`answers.py`): reasoning and calls of tools leave it
-for fields of their own, the same whole and streamed. A call comes in one delta, when it is complete
-and known to be one.
+for fields of their own, the same whole and streamed. A call's name comes with the beginning of its
+arguments, and these as they are written.
 """
 
 from __future__ import annotations
@@ -192,12 +192,14 @@ class Chat(Reply):
         if answer.content:
             delta["content"] = answer.content
         if answer.calls:
-            made = self._calls[index]
-            self._calls[index] += len(answer.calls)
-            delta["tool_calls"] = [
-                {"index": made + k, **_call(c)} for k, c in enumerate(answer.calls)
-            ]
+            delta["tool_calls"] = [self._piece(index, c) for c in answer.calls]
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _piece(self, index: int, call: Call) -> dict[str, Any]:
+        """A call with the beginning of its arguments, or more of them."""
+        self._calls[index] += bool(call.name)
+        found = _call(call) if call.name else {"function": {"arguments": call.arguments}}
+        return {"index": self._calls[index] - 1, **found}
 
     def _last(self, index: int, output: Output) -> dict[str, Any]:
         held = self._delta(index, self._readers[index].finish(), None)
