@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def test_what_both_lanes_did_is_told_to_who_watches() -> None:
             assert set(span) == {"kind", "start_ms", "end_ms"}
             assert span["start_ms"] < span["end_ms"]
         passes = [span for span in spans if span["kind"] == "verify"]
-        for before, after in zip(passes, passes[1:], strict=False):
+        for before, after in pairwise(passes):
             assert before["end_ms"] <= after["start_ms"]
         hits = sum(span["kind"] == "hit" for span in spans)
         _, counted = pipeline(s.post("/v1/completions", **ASK).json())

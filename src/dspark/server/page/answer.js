@@ -1,5 +1,7 @@
 // One answer: its text, token by token, and what its rounds came to.
 
+import { newest } from "./lanes.js";
+
 const FEW = 5;
 
 function element(name, className, text) {
@@ -34,6 +36,7 @@ export class Answer {
     this.item.append(element("span", "hidden", "Model: "), this.body, this.note);
     this.thought = null; // the text of its reasoning, folded away once the answer begins
     this.rounds = [];
+    this.spans = []; // what both lanes did, where there are two
     this.text = "";
     this.tokens = 0;
     this.ms = 0;
@@ -41,7 +44,7 @@ export class Answer {
   }
 
   // What one message of the stream brought.
-  add({ tokens, round }) {
+  add({ tokens, round, lanes }) {
     this.body.classList.remove("waiting");
     const number = round ? this.rounds.length : -1;
     let place = this.body;
@@ -70,6 +73,7 @@ export class Answer {
       this.ms += spent(round);
     }
     own.forEach(put);
+    if (lanes) this.spans = newest(this.spans, lanes);
     this.tokens += tokens.length;
     this.text += tokens.map((t) => t.text).join("");
   }

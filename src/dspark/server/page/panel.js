@@ -1,6 +1,7 @@
 // The figures beside the conversation: of the answer that streams, or of one chosen later.
 
 import { number } from "./answer.js";
+import { Lanes } from "./lanes.js";
 import { Strip } from "./strip.js";
 
 const $ = (id) => document.getElementById(id);
@@ -10,6 +11,7 @@ export class Panel {
     this.answer = null;
     this.plain = null; // measured by the server at its start; null without a drafter
     this.strip = new Strip($("strip"), $("readout"), (round) => this.answer?.mark(round));
+    this.lanes = new Lanes($("lanes"), $("timeline"), $("model-idle"), $("drafter-idle"));
   }
 
   serve({ plain_tokens_per_second: plain, drafter }) {
@@ -39,11 +41,13 @@ export class Panel {
     this.answer = answer;
     this.strip.clear();
     answer?.rounds.forEach((round) => this.strip.add(round));
+    this.lanes.show(answer?.spans ?? []);
     this.refresh();
   }
 
   add(round) {
     this.strip.add(round);
+    this.lanes.show(this.answer.spans);
     this.refresh();
   }
 
