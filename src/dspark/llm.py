@@ -19,19 +19,18 @@ from typing import Any, cast
 
 import torch
 
-from dspark.drafters.base import DRAFTERS, Drafter, build
-from dspark.drafters.trained import shipped as shipped_drafters
 from dspark.engine import lanes, profile
-from dspark.engine.choice import choose_drafter
+from dspark.engine.choice import calibration_in, choose_drafter, folder_of
 from dspark.engine.emulate import Emulation
 from dspark.engine.engine import Engine
+from dspark.engine.pipeline import PipelinedEngine
+from dspark.engine.placement import Placement
 from dspark.engine.timeline import Timeline
 from dspark.errors import ConfigError, InvalidRequestError, ResourceError
 from dspark.grammar import Grammars
 from dspark.models.build import build_target, choose
+from dspark.models.elsewhere import find_device
 from dspark.models.loading import load_checkpoint
-from dspark.schedule.calibration import FILE as CALIBRATION
-from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
 from dspark.schedule.overlap import check_mode
 from dspark.schedule.policy import DEFAULT as VERIFY
@@ -63,7 +62,8 @@ class LLM:
         max_context: int | None = None,
         max_users: int = 8,
         prefix_reuse: bool = True,
-        pipeline: str = "off",
+        pipeline: str = "auto",
+        draft_device: str | None = None,
         emulate: str | None = None,
     ) -> None:
         """Load `model`: `default`, a Hugging Face directory or name, or a GGUF file.
@@ -77,12 +77,14 @@ class LLM:
         max_users    requests in flight at once; others wait
         prefix_reuse a prompt starts from the cache of an earlier text that began alike
         pipeline     draft in a second process while the target verifies: off, on, auto (`lanes`)
+        draft_device cpu or cuda[:N], where drafters draft (`placement`); None: where the target is
         emulate      another device's times, as in verify=20ms,draft=5ms (`engine.emulate`)
 
         Raises CheckpointError, ConfigError or ResourceError.
         """
         parse(verify)  # better refused before anything is loaded
         check_mode(pipeline)
+        apart = None if draft_device is None else find_device(draft_device)
         self.emulation = None if emulate is None else Emulation.parse(emulate)
         if threads is not None:
             if threads < 1:
@@ -100,11 +102,12 @@ class LLM:
         self._count = 0
         self._carried = checkpoint.carried
         self._verify, self._prefix_reuse, self._pipeline = verify, prefix_reuse, pipeline
-        self._lanes = lanes.Lanes(self.target, self.threads, self.emulation)
+        self._placement = Placement(self.target, apart, self.model_name, self._carried)
+        self.draft_device = self._placement.elsewhere
+        self._lanes = lanes.Lanes(self.target, self.threads, self.emulation, self._placement)
         self._spec = lanes.DrafterSpec(
             model, self.dtype, self.device, max_users, self.target.max_context, "", None
         )
-        self._drafters: dict[Key, Drafter] = {}
         self._costs: dict[Key, profile.Costs] = {}
         self._schedulers: dict[tuple[str, int | None, str, bool, bool], Scheduler] = {}
         self.set_drafter(drafter, num_draft_tokens)
@@ -133,12 +136,14 @@ class LLM:
         """
         self._refuse_if_busy()
         self._forget_stale_costs()
-        name, reason = self._choose_drafter(name)
+        reason = "as asked"
+        if name == "auto":
+            name, reason = choose_drafter(self.model_name, self._carried, self._measured)
         mode = "all" if whole_drafts else verify or self._verify
         parse(mode)  # better refused before weights are read
         check_mode(pipeline := pipeline or self._pipeline)
         key = (name, num_draft_tokens)
-        drafter = self._drafter(key)
+        drafter = self._placement.drafter(*key)
         if mode == "auto" and drafter.sizes_drafts:
             mode = "all"  # it has weighed the lengths already: a second cut only loses tokens
         costs = profile.Costs(None, "")
@@ -146,55 +151,48 @@ class LLM:
             costs = profile.Costs(None, "emulated times: a fixed guess instead of measured costs")
         elif drafter.cap and not parse(mode).own_draft_only:
             costs = self._measured(key)
-        spec = replace(self._spec, drafter=name, num_draft_tokens=num_draft_tokens)
-        verdict = self._lanes.decide(pipeline, drafter, spec)
-        kind = (*key, mode, calibrated, verdict.two)
-        if kind not in self._schedulers:
-            self._schedulers[kind] = Scheduler(
-                mode,
-                table=verdict.scaled(costs.table),
-                calibration=self._calibration(name) if calibrated else None,
-            )
-        self._key = key
+        self._key, self._table, self._calibrated = key, costs.table, calibrated
+        self._spec = replace(self._spec, drafter=name, num_draft_tokens=num_draft_tokens)
+        self._lanes_asked = pipeline
         self.drafter_name, self.drafter_reason = name, reason
         self.verify, self.verify_reason = mode, costs.reason
-        self._engine, verdict = self._lanes.engine(
-            verdict, pipeline, drafter, spec, self.tokenizer, self._schedulers[kind],
+        self._renew_engine(always=True)
+
+    def _renew_engine(self, always: bool = False) -> None:
+        """Between texts: an engine with as many lanes as are due now."""
+        drafter, before = self._placement.drafter(*self._key), self._lanes.measurements
+        verdict = self._lanes.decide(self._lanes_asked, drafter, self._spec, self.verify)
+        self.pipeline, self.pipeline_reason = verdict.mode(self._lanes_asked), verdict.reason
+        if not always and verdict.two == isinstance(self._engine, PipelinedEngine):
+            if self._lanes.measurements > before:
+                self._engine.forget()
+            return
+        kind = (*self._key, self.verify, self._calibrated, verdict.two)
+        if kind not in self._schedulers:
+            self._schedulers[kind] = Scheduler(
+                self.verify,
+                table=verdict.scaled(self._table),
+                calibration=calibration_in(self.drafter_folder) if self._calibrated else None,
+                plain=None if verdict.two else self._lanes.plain(self._spec, self.verify),
+            )
+        self._engine: Engine = self._lanes.engine(
+            verdict, drafter, self._spec, self.tokenizer, self._schedulers[kind],
             self._prefix_reuse,
         )  # fmt: skip
-        self.pipeline, self.pipeline_reason = verdict.mode(pipeline), verdict.reason
-
-    def _drafter(self, key: Key) -> Drafter:
-        """Loaded when it is first asked for."""
-        if key not in self._drafters:
-            self._drafters[key] = build(
-                key[0], self.target, key[1], model=self.model_name, carried=self._carried
-            )
-        return self._drafters[key]
 
     def _measured(self, key: Key) -> profile.Costs:
         """What rounds of this drafter cost."""
         if key not in self._costs:
             name = self._fingerprint(*key)
-            self._costs[key] = profile.obtain(self.target, lambda: self._drafter(key), name)
+            self._costs[key] = profile.obtain(
+                self.target, lambda: self._placement.drafter(*key), name
+            )
         return self._costs[key]
-
-    def _calibration(self, drafter: str) -> Calibration | None:
-        """What makes the drafter's confidences honest: `calibration.json` beside its weights."""
-        folder = self._folder(drafter)
-        file = None if folder is None else folder / CALIBRATION
-        return Calibration.load(file) if file is not None and file.is_file() else None
-
-    def _folder(self, drafter: str) -> Path | None:
-        """Where its weights are; None without any, and for those in the model's own checkpoint."""
-        if drafter in DRAFTERS or drafter in {d.kind for d in self._carried}:
-            return None
-        return shipped_drafters(self.model_name).get(drafter) or Path(drafter).expanduser()
 
     @property
     def drafter_folder(self) -> Path | None:
         """The directory of the current drafter's weights, if it has one of its own."""
-        return self._folder(self.drafter_name)
+        return folder_of(self.drafter_name, self.model_name, self._carried)
 
     def _forget_stale_costs(self) -> None:
         """Drop a table that live rounds refuted, from the cache, too: whoever chooses the drafter
@@ -204,16 +202,15 @@ class LLM:
             return
         profile.forget(self._fingerprint(*self._key))
         self._costs.pop(self._key, None)
-        kept = {at: s for at, s in self._schedulers.items() if at[:2] != self._key}
-        self._schedulers = kept
+        self._schedulers = {at: s for at, s in self._schedulers.items() if at[:2] != self._key}
 
     def measure_costs(self, seconds: float = profile.SECONDS) -> CostTable:
         """Measure what rounds of the current drafter cost, now. Raises ConfigError if a pass of
         many tokens takes as long as one of a single token."""
         self._refuse_if_busy()
         self._engine.forget()
-        drafter = self._drafters[self._key]
-        return profile.measure(self.target, drafter, self._fingerprint(*self._key), seconds)
+        name = self._fingerprint(*self._key)
+        return profile.measure(self.target, self._placement.drafter(*self._key), name, seconds)
 
     def plain_speed(self) -> float:
         """Tokens a second of one text without a drafter, measured now, in about a second."""
@@ -223,14 +220,9 @@ class LLM:
 
     def _fingerprint(self, drafter: str, num_draft_tokens: int | None) -> dict[str, object]:
         """What measured costs belong to."""
+        drafter += "" if self.draft_device is None else f" on {self.draft_device}"
         who = (self.model_name, self.dtype, self.device, self.threads, drafter, num_draft_tokens)
         return profile.fingerprint(self.target, *who)
-
-    def _choose_drafter(self, name: str) -> tuple[str, str]:
-        if name != "auto":
-            return name, "as asked"
-        measured = self._measured
-        return choose_drafter(self.model_name, self._carried, lambda n: measured((n, None)).table)
 
     @property
     def messages(self) -> list[str]:
@@ -295,6 +287,7 @@ class LLM:
 
         `params` holds for all prompts, or is one for each. Raises InvalidRequestError.
         """
+        self._begin_texts()
         many = [prompts] if isinstance(prompts, str) else list(prompts)
         if any(isinstance(p, int) for p in many):
             raise InvalidRequestError(
@@ -327,6 +320,7 @@ class LLM:
         cancels the request; until it ended or was closed, other requests raise ResourceError.
         `on_round` sees every round before its tokens are yielded.
         """
+        self._begin_texts()
         request = self._request(self._ids(prompt), params or SamplingParams())
         self._engine.on_round = on_round
         try:
@@ -344,7 +338,7 @@ class LLM:
         yielded before, and no slot waits for the longest text of a batch. Closing the iterator
         cancels what is in flight. Raises InvalidRequestError at a bad request, which cancels too.
         """
-        self._refuse_if_busy()
+        self._begin_texts()
         waiting = enumerate(requests)
         running: dict[str, int] = {}
         try:
@@ -378,8 +372,11 @@ class LLM:
                 "a stream of this LLM is still open: read it to its end or close() it first"
             )
 
-    def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
+    def _begin_texts(self) -> None:
         self._refuse_if_busy()
+        self._renew_engine()
+
+    def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
         self._count += 1
         return Request(f"request-{self._count}", ids, params)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -71,12 +72,27 @@ def failing() -> Drafter:
     return Failing(table_target())
 
 
+class Sleeping(Failing):
+    """Never answers behind token 6."""
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        if any(c.tokens[-1] == 6 for c in contexts):
+            time.sleep(600)
+        return super().propose(contexts)
+
+
+def sleeping() -> Drafter:
+    return Sleeping(table_target())
+
+
 def impossible() -> Drafter:
     raise RuntimeError("there is no such drafter")
 
 
 def process(build: Callable[[], Drafter], vocab: int = V) -> ProcessLane:
-    return ProcessLane(build, num_slots=SLOTS, vocab_size=vocab, max_draft=6)
+    lane = ProcessLane(build, num_slots=SLOTS, vocab_size=vocab, max_draft=6)
+    lane.wait()
+    return lane
 
 
 def near(block: int, far: float) -> Drafter:

@@ -17,7 +17,8 @@ import torch
 
 from dspark.drafters.base import Committed, DraftContext
 from dspark.engine.lane import InlineLane, Lane
-from dspark.engine.lane_process import ProcessLane, pieces
+from dspark.engine.lane_process import ProcessLane
+from dspark.engine.lane_wire import pieces
 from dspark.errors import ResourceError
 from dspark.models.target import Segment, pack
 from dspark.sampling import streams
@@ -156,6 +157,33 @@ def test_errors_inside_are_counted_and_a_dead_one_is_not_started_for_ever(
         assert "plain decoding from here on" in caplog.text
     finally:
         lane.close()
+
+
+def test_a_process_that_is_silent_is_killed_and_started_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits gets no draft, and the restart is counted like any other."""
+    monkeypatch.setattr("dspark.engine.lane_process.SILENT_SECONDS", 0.3)
+    lane = lanes.process(lanes.sleeping)
+    try:
+        assert lane.process is not None
+        pid = lane.process.pid
+        tell(lane, 0, 2)
+        assert len(lane.propose([context([1, 2, 3])])[0])
+        assert not len(lane.propose([context([1, 2, 6])])[0])
+        assert lane.restarts == 1 and "was silent for" in caplog.text
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        wait_until_back(lane)
+        tell(lane, 2, 4)
+        assert len(lane.propose([context([1, 2, 3, 4, 1])])[0])
+    finally:
+        lane.close()
+
+
+def test_what_a_question_costs_beside_the_drafting(process: ProcessLane) -> None:
+    assert 0 < process.round_trip_ms() < 1e3
+    assert 0 <= InlineLane(lanes.sampled()).round_trip_ms() < 1e3
 
 
 def test_a_drafter_that_cannot_be_built_is_an_error() -> None:

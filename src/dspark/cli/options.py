@@ -72,7 +72,17 @@ PipelineOption = Annotated[
         "--pipeline",
         metavar="MODE",
         help="Draft in a second process while the target verifies: off, on, or auto, which "
-        "measures shortly whether it pays here.",
+        "does so from a later text on if the first ones have shown that it pays.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+DraftDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-device",
+        metavar="DEVICE",
+        help="Where the drafter drafts, in a thread of this process: cpu or cuda[:N].",
+        show_default="the target's device",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
@@ -101,6 +111,7 @@ def load_llm(
     max_users: int | None = None,
     prefix_reuse: bool = True,
     pipeline: str = "off",
+    draft_device: str | None = None,
     emulate: str | None = None,
 ) -> LLM:
     # Here, not on top: importing torch takes seconds, and `--help` must not wait for it.
@@ -118,6 +129,7 @@ def load_llm(
         max_context=max_context,
         prefix_reuse=prefix_reuse,
         pipeline=pipeline,
+        draft_device=draft_device,
         emulate=emulate,
         **rest,
     )

@@ -23,6 +23,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from dspark.engine.failsafe import Failsafe
 from dspark.types import Draft
 
 Ticket = int
+PINGS = 5
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,26 @@ class Lane(Drafter):
 
     on_work: Callable[[Ticket, float, float], None] | None = None
     """Called with the beginning and end of the work on a batch, also of one that was dropped."""
+
+    dead: bool = False
+    """It ended and is not started again."""
+
+    @property
+    def alive(self) -> bool:
+        """It can be asked now."""
+        return not self.dead
+
+    def wait(self) -> None:
+        """Until it is alive. Raises ResourceError if it will not be."""
+
+    def round_trip_ms(self) -> float:
+        """To ask for nothing and be answered: what a draft costs beside the drafting."""
+        times = []
+        for _ in range(PINGS):
+            start = time.perf_counter()
+            self.take(*self.ask([[]]))
+            times.append((time.perf_counter() - start) * 1e3)
+        return median(times)
 
     @abstractmethod
     def ask(self, batches: Sequence[Sequence[DraftContext]]) -> list[Ticket]:

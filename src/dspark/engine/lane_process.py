@@ -10,7 +10,8 @@ as a round without drafts, and a new process is begun while texts go on; `restar
 says so. The new drafter is told the committed tokens of every slot. Features of past rows are gone,
 so a drafter that lives on them starts cold in texts that were in flight: it guesses worse there,
 and nothing else. Prefix reuse does not carry such a context on. After MAX_RESTARTS the lane stays
-closed and the engine decodes plainly.
+closed and the engine decodes plainly. One that lives and is silent while it is waited for, for
+SILENT_SECONDS and for SILENT_DRAFTS times its longest draft, is taken for dead and killed.
 
 *It leaves nothing behind.* The process ends when its pipe does: on `close`, when the lane is
 forgotten, and when the engine's process ends in whatever way.
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -36,12 +37,13 @@ from dspark.drafters.base import Committed, DraftContext, Drafter
 from dspark.engine import lane_wire as wire
 from dspark.engine.lane import Answer, Lane, Ticket
 from dspark.errors import ResourceError
-from dspark.types import Draft, SamplingParams
+from dspark.types import Draft
 
 log = logging.getLogger(__name__)
 MAX_RESTARTS = 8
 START_SECONDS = 120.0
 """A process that has built no drafter by then will not."""
+SILENT_SECONDS, SILENT_DRAFTS = 10.0, 20
 GONE = (EOFError, BrokenPipeError, ConnectionResetError)
 
 
@@ -65,12 +67,11 @@ class ProcessLane(Lane):
         threads: int = 1,
         pad_ms: float = 0.0,
     ) -> None:
-        """Start the process and wait for its drafter.
+        """Begin the process, without waiting for its drafter: until it is `alive` nothing is asked
+        of it but to `wait`.
 
         max_draft   tokens of a draft at most;  threads  CPU threads of the process
         pad_ms      a batch takes at least this (`InlineLane`)
-
-        Raises ResourceError if the process does not get so far; it has said why on standard error.
         """
         self._start = wire.Start(build, threads, pad_ms)
         answers = num_slots + wire.SPARE_ANSWERS
@@ -90,9 +91,15 @@ class ProcessLane(Lane):
         self.process: subprocess.Popen[bytes] | None = None
         self._reused: int | None = None
         self._ever_ready = False
+        self._longest = 0.0
+        """Seconds of a draft."""
         self._begin()
+
+    def wait(self) -> None:
+        """Until its drafter is there. Raises ResourceError if the process does not get so far; it
+        has said why on standard error."""
         deadline = time.perf_counter() + START_SECONDS
-        while not self._is_ready:
+        while not self._ever_ready:
             if self.process is None or time.perf_counter() > deadline:
                 self.close()
                 raise ResourceError(
@@ -163,7 +170,20 @@ class ProcessLane(Lane):
             self._reused = message.start
         return True
 
-    def _died(self) -> None:
+    def _await(self, done: Callable[[], bool]) -> bool:
+        """Read until `done`; False if the process is gone before. One that is silent is killed."""
+        heard = time.perf_counter()
+        while self.process is not None and self._is_ready:
+            if done():
+                return True
+            patience = max(SILENT_SECONDS, SILENT_DRAFTS * self._longest)
+            if self._read(min(1.0, patience)):
+                heard = time.perf_counter()
+            elif time.perf_counter() - heard > patience:
+                self._died(f"was silent for {patience:.3g} s")
+        return False
+
+    def _died(self, how: str = "ended") -> None:
         if self.process is None:
             return
         code = self._stop()
@@ -175,15 +195,17 @@ class ProcessLane(Lane):
         self._dropped.clear()
         if not self._ever_ready or self.restarts >= MAX_RESTARTS:
             log.warning(
-                "the drafter's process ended (exit code %s) and is not started again: plain"
-                " decoding from here on",
+                "the drafter's process %s (exit code %s) and is not started again: plain decoding"
+                " from here on",
+                how,
                 code,
             )
             return
         self.restarts += 1
         log.warning(
-            "the drafter's process ended (exit code %s) and is started again, restart %d: texts go"
-            " on, without drafts until it is back",
+            "the drafter's process %s (exit code %s) and is started again, restart %d: texts go on,"
+            " without drafts until it is back",
+            how,
             code,
             self.restarts,
         )
@@ -211,13 +233,12 @@ class ProcessLane(Lane):
         self._asked.clear()
 
     @property
-    def dead(self) -> bool:
-        """It ended and is not started again."""
+    def dead(self) -> bool:  # type: ignore[override]
         return self.process is None
 
     @property
     def alive(self) -> bool:
-        """Its drafter is there, as far as is known."""
+        """As far as is known."""
         while self._read(0):
             pass
         return self.process is not None and self._is_ready
@@ -235,14 +256,13 @@ class ProcessLane(Lane):
                 self._asked[self._count] = _Asked(list(contexts), known)
             else:
                 self._answers[self._count] = None
-            wanted.append((self._count, [_wish(c) for c in known]))
+            wanted.append((self._count, [wire.wish(c) for c in known]))
         if alive:
             self._send(wire.Ask(wanted))
         return list(range(first, self._count + 1))
 
     def take(self, ticket: Ticket) -> Answer | None:
-        while ticket in self._asked:
-            self._read(1.0)
+        self._await(lambda: ticket not in self._asked)
         found = self._answers.pop(ticket)
         if found is None:
             return None
@@ -260,6 +280,7 @@ class ProcessLane(Lane):
     def _drafted(self, message: wire.Drafted) -> None:
         asked = self._asked.pop(message.ticket)
         self.failures = self._failed_before + message.failures
+        self._longest = max(self._longest, message.ended - message.started)
         if self.on_work is not None and message.guesses:
             self.on_work(message.ticket, message.started, message.ended)
         if message.ticket in self._dropped:
@@ -302,11 +323,9 @@ class ProcessLane(Lane):
         if features is None:
             self._send(wire.Observe(list(committed), None))
             return
-        for part, rows in pieces(committed, wire.FEATURE_FLOATS // features.shape[1]):
-            while self._pieces_sent - self._pieces_read >= wire.HALVES:
-                if self.process is None or not self._is_ready:
-                    return
-                self._read(1.0)
+        for part, rows in wire.pieces(committed, wire.FEATURE_FLOATS // features.shape[1]):
+            if not self._await(lambda: self._pieces_sent - self._pieces_read < wire.HALVES):
+                return
             half = self._pieces_sent % wire.HALVES * wire.FEATURE_FLOATS
             held = features[torch.tensor(rows, device=features.device)].float().cpu()
             self._features.write(half, held)
@@ -318,10 +337,8 @@ class ProcessLane(Lane):
             return 0
         self._reused = None
         self._send(wire.Reuse(source, slot, length))
-        while self._reused is None:
-            if self.process is None or not self._is_ready:
-                return 0
-            self._read(1.0)
+        if not self._await(lambda: self._reused is not None) or self._reused is None:
+            return 0
         if self._reused:
             self._texts[slot] = self._texts.get(source, [])[: self._reused]
             self._told[slot] = self._reused
@@ -334,48 +351,6 @@ class ProcessLane(Lane):
         self._cold.discard(slot)
         if self.alive:
             self._send(wire.Release(slot))
-
-
-def pieces(
-    committed: Sequence[Committed], most: int
-) -> Iterator[tuple[list[Committed], list[int]]]:
-    """Committed rows in pieces of at most `most`: entries that count their rows inside the piece,
-    and which rows of the pass those are. What was accepted of a divided entry is left out."""
-    part: list[Committed] = []
-    rows: list[int] = []
-    for c in committed:
-        done = 0
-        while done < len(c.tokens):
-            if len(rows) == most:
-                yield part, rows
-                part, rows = [], []
-            n = min(most - len(rows), len(c.tokens) - done)
-            whole = n == len(c.tokens)
-            verdict = (c.verified, c.accepted) if whole else (None, None)
-            tokens = c.tokens[done : done + n]
-            part.append(Committed(c.slot, c.start + done, tokens, len(rows), *verdict))
-            rows += range(c.first_row + done, c.first_row + done + n)
-            done += n
-    if rows:
-        yield part, rows
-
-
-def _wish(c: DraftContext) -> wire.Wish:
-    """What a drafter may look at: how to draw, and no more of the parameters (a grammar lives in
-    one process)."""
-    p = c.params
-    drawn = SamplingParams(temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
-    start = len(c.tokens) - 1 - c.unseen
-    return wire.Wish(
-        c.slot,
-        start,
-        tuple(c.tokens[start:]),
-        drawn,
-        c.max_tokens,
-        None if p.is_greedy else dict(c.rng.bit_generator.state),
-        c.unseen,
-        c.others,
-    )
 
 
 def _end(process: subprocess.Popen[bytes], pipe: Connection[Any, Any]) -> int | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.drafters.base import Committed, Drafter
+from dspark.drafters.base import Committed, DraftContext, Drafter
 from dspark.types import SamplingParams
 
 FEATURE_FLOATS = 4 * 2**20
@@ -176,3 +176,45 @@ class Shared:
         else:
             self._file.close()
         self.fd = -1
+
+
+def pieces(
+    committed: Sequence[Committed], most: int
+) -> Iterator[tuple[list[Committed], list[int]]]:
+    """Committed rows in pieces of at most `most`: entries that count their rows inside the piece,
+    and which rows of the pass those are. What was accepted of a divided entry is left out."""
+    part: list[Committed] = []
+    rows: list[int] = []
+    for c in committed:
+        done = 0
+        while done < len(c.tokens):
+            if len(rows) == most:
+                yield part, rows
+                part, rows = [], []
+            n = min(most - len(rows), len(c.tokens) - done)
+            whole = n == len(c.tokens)
+            verdict = (c.verified, c.accepted) if whole else (None, None)
+            tokens = c.tokens[done : done + n]
+            part.append(Committed(c.slot, c.start + done, tokens, len(rows), *verdict))
+            rows += range(c.first_row + done, c.first_row + done + n)
+            done += n
+    if rows:
+        yield part, rows
+
+
+def wish(c: DraftContext) -> Wish:
+    """What a drafter may look at: how to draw, and no more of the parameters (a grammar lives in
+    one process)."""
+    p = c.params
+    drawn = SamplingParams(temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+    start = len(c.tokens) - 1 - c.unseen
+    return Wish(
+        c.slot,
+        start,
+        tuple(c.tokens[start:]),
+        drawn,
+        c.max_tokens,
+        None if p.is_greedy else dict(c.rng.bit_generator.state),
+        c.unseen,
+        c.others,
+    )

@@ -11,12 +11,18 @@ kappa  blocks drafted ahead for each one that is used
 s      what keeping the lanes in step costs, in units of T_v
 
 so at most 1 + r, and below 1 if h (r - delta (1 + r)) < (1 - eta) kappa r + s. `predicted_gain` is
-this formula; `foreseen_gain` what it says before a second lane exists, from times on fewer threads.
+this formula; `foreseen_gain` the same for lanes that take threads from one another.
 
-`Overlap` decides in a running engine. All that the formula names ends up in two numbers, which
-can be observed: milliseconds and tokens of rounds with overlap and without. So it takes turns at
-the start, goes on with what was faster, and looks at the other way again later, at doubling
-distances while the answer stays the same. Its verdict knows rounds that are over and nothing of
+No second lane is needed to know the most of it. A round is a hit when all verified drafts are
+accepted and the one behind them is, too, which `PlainRounds` reads off rounds of one lane, with
+their times. delta and s are constants until a lane exists. Only where that promises more than
+MARGIN is a lane begun.
+
+Then `Overlap` decides from round to round, on a budget. A round in two lanes owes what it took
+beyond the plain time of its tokens, or pays back what it saved. Lanes that owe ALLOWED plain rounds
+rest, and earn another look with SHARE of every plain round meanwhile. So two lanes never cost more
+than ALLOWED rounds and SHARE of the time, whatever was foreseen and however the machine changes; a
+gain of a tenth is rarely mistaken for a loss. All of it knows rounds that are over and nothing of
 drafts that were not verified, so it cannot bias a text.
 """
 
@@ -28,19 +34,25 @@ from dspark.errors import ConfigError
 
 MODES = ("off", "on", "auto")
 """One lane; two in every round; two where they pay."""
-PROBE = 12
-"""Rounds of one way before the other gets its turn."""
-TURNS = 4
-FIRST_WAIT, LONGEST_WAIT = 256, 4096
-"""Rounds of the chosen way before the other is tried again."""
-MARGIN = 1.02
-"""What overlap must gain to be chosen: below lies noise."""
+EVIDENCE = 24
+"""Plain rounds before anything is said of two lanes."""
+MARGIN = 1.05
+"""Gain that must be foreseen to begin a lane: below lies what the formula does not know."""
+DELTA = 0.15
+"""Loss of blocks drafted ahead, as long as nothing is known; what the nano DeepSeek-V4 loses."""
+STEP_MS = 0.5
+"""To ask a process and be answered, before it was measured."""
+ALLOWED, CREDIT = 2.0, 8.0
+"""Plain rounds that two lanes may owe, and that may be put aside for worse times."""
+SHARE = 0.01
+"""Of a plain round, earned by each for another look at two lanes."""
+RETRY = 1.0
+"""Plain rounds that a resting lane must have earned."""
+LOOK_EVERY, LOOK = 256, 4
+"""Overlapped rounds, and the plain ones behind them that keep the comparison young."""
 MEMORY, TOKEN_MEMORY = 0.9, 0.998
-"""Weight of the past in times and in tokens, each round."""
-PRIOR = 50.0
-"""Rounds that "both ways yield the same" is worth."""
-HOPED_HITS = 0.7
-"""Of a drafter that nothing is known of."""
+"""Weight of the past in times and in tokens, each round: times change with the machine and vary
+little from round to round, tokens vary much and change slowly."""
 
 
 def check_mode(mode: str) -> None:
@@ -64,89 +76,146 @@ def predicted_gain(
 
 @dataclass(frozen=True)
 class LaneTimes:
-    """Milliseconds on all threads, and on those that each lane would have to itself."""
+    """Milliseconds of a pass and of a draft on all threads, of both on the threads that each lane
+    would have to itself, and of the rest of a round."""
 
     verify: float
     draft: float
     verify_apart: float
     draft_apart: float
+    other: float = 0.0
+
+    @property
+    def slower(self) -> tuple[float, float]:
+        """How much longer a pass and a draft take apart; 1 where nothing took any time."""
+        verify = self.verify_apart / self.verify if self.verify else 1.0
+        return verify, self.draft_apart / self.draft if self.draft else 1.0
 
 
-def foreseen_gain(t: LaneTimes, hit_rate: float = HOPED_HITS) -> float:
-    """The speed that two lanes can hope for: a hit costs the longer lane, a miss both."""
-    hit, miss = max(t.verify_apart, t.draft_apart), t.verify_apart + t.draft_apart
-    return (t.verify + t.draft) / (hit_rate * hit + (1 - hit_rate) * miss)
+def foreseen_gain(
+    t: LaneTimes, hit_rate: float, delta: float = DELTA, step_ms: float = STEP_MS
+) -> float:
+    """Speed with two lanes over speed with one: a hit costs the longer lane, a miss one more draft.
+
+    hit_rate   of blocks from true features; those drafted ahead are hit behind less often, by delta
+    step_ms    s, in milliseconds
+    """
+    h = hit_rate / (1 + delta * hit_rate)
+    hit = max(t.verify_apart, t.draft_apart) + t.other + step_ms
+    one = t.verify + t.draft + t.other
+    return one * (1 - h * delta) / (hit + (1 - h) * t.draft_apart)
 
 
 @dataclass
-class Arm:
-    """Fading sums of rounds of one way. Times change with the machine and vary little from round to
-    round; tokens vary much and change slowly."""
+class Rounds:
+    """Fading sums of rounds of one kind."""
 
-    rounds: float = 0.0
-    ms: float = 0.0
-    token_rounds: float = 0.0
+    count: int = 0
+    """All of them, without fading."""
+    weight: float = 0.0
+    total_ms: float = 0.0
+    token_weight: float = 0.0
     tokens: float = 0.0
 
     def add(self, ms: float, tokens: int) -> None:
-        self.rounds = MEMORY * self.rounds + 1
-        self.ms = MEMORY * self.ms + ms
-        self.token_rounds = TOKEN_MEMORY * self.token_rounds + 1
+        self.count += 1
+        self.weight = MEMORY * self.weight + 1
+        self.total_ms = MEMORY * self.total_ms + ms
+        self.token_weight = TOKEN_MEMORY * self.token_weight + 1
         self.tokens = TOKEN_MEMORY * self.tokens + tokens
 
-    def yields(self, usual: float) -> float:
-        """Tokens a round; as `usual` until there is evidence."""
-        return (self.tokens + PRIOR * usual) / (self.token_rounds + PRIOR)
+    @property
+    def ms(self) -> float:
+        """Of a round."""
+        return self.total_ms / self.weight
+
+    @property
+    def yields(self) -> float:
+        """Tokens of a round."""
+        return self.tokens / self.token_weight
+
+
+@dataclass
+class PlainRounds(Rounds):
+    """Rounds of single requests in one lane, and what they say of two."""
+
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    hits: float = 0.0
+
+    def add_round(
+        self, draft_ms: float, verify_ms: float, other_ms: float, tokens: int, hit: float
+    ) -> None:
+        """hit: the chance that the next block would have been ready."""
+        self.add(draft_ms + verify_ms + other_ms, tokens)
+        self.draft_ms = MEMORY * self.draft_ms + draft_ms
+        self.verify_ms = MEMORY * self.verify_ms + verify_ms
+        self.hits = TOKEN_MEMORY * self.hits + hit
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.token_weight
+
+    def lane_times(self, measured: LaneTimes | None) -> LaneTimes:
+        """These rounds, with each lane as much slower by itself as was `measured`; None: not."""
+        slower = (1.0, 1.0) if measured is None else measured.slower
+        verify, draft = self.verify_ms / self.weight, self.draft_ms / self.weight
+        other = self.ms - verify - draft
+        return LaneTimes(verify, draft, slower[0] * verify, slower[1] * draft, other)
 
 
 class Overlap:
     """Ask `choose` before a round, tell `observe` behind it."""
 
-    def __init__(self, *, always: bool = False) -> None:
-        """always: overlap every round, whatever it costs."""
+    def __init__(self, *, always: bool = False, plain: Rounds | None = None) -> None:
+        """always: overlap every round, whatever it costs.  plain: rounds without a second lane,
+        which may go on to be added to by others."""
         self._always = always
-        self._arms = {False: Arm(), True: Arm()}
-        self._overlapped = False
-        self._left, self._turns = PROBE, TURNS - 1
-        self._wait = FIRST_WAIT
-        self.losses = 0
-        """Verdicts against overlap since the last one for it."""
+        self.plain = Rounds() if plain is None else plain
+        self.overlapped = Rounds()
+        self._known = self.plain.count
+        """Plain rounds whose earnings are in `_owed`."""
+        self._owed = 0.0
+        self._rests = False
+        self._in_a_row = self._look = 0
 
     def choose(self) -> bool:
         """Whether the coming round overlaps. Asking changes nothing."""
-        return self._always or self._overlapped
+        if self._always:
+            return True
+        return self.plain.count >= EVIDENCE and not self._look and not self.rests
+
+    @property
+    def rests(self) -> bool:
+        """Two lanes have lost what they were allowed to, and not earned another look yet."""
+        return self._rests and self._owed - self._earned > ALLOWED - RETRY
+
+    @property
+    def _earned(self) -> float:
+        return SHARE * (self.plain.count - self._known)
 
     @property
     def gain(self) -> float | None:
         """Speed with overlap over speed without, as observed; None while one is unknown."""
-        serial, overlapped = self._arms[False], self._arms[True]
-        if not (serial.ms and overlapped.ms):
+        if not (self.plain.count and self.overlapped.count):
             return None
-        usual = (serial.tokens + overlapped.tokens) / (
-            serial.token_rounds + overlapped.token_rounds
-        )
-        faster = serial.ms / serial.rounds * overlapped.rounds / overlapped.ms
-        return faster * overlapped.yields(usual) / serial.yields(usual)
+        plain, overlapped = self.plain, self.overlapped
+        return plain.ms / overlapped.ms * overlapped.yields / plain.yields
 
     def observe(self, *, overlapped: bool, tokens: int, ms: float) -> None:
         """A round of `ms` milliseconds emitted `tokens`."""
-        self._arms[overlapped].add(ms, tokens)
-        if self._always or overlapped != self._overlapped:
+        if not overlapped:
+            self.plain.add(ms, tokens)
+            self._look = max(self._look - 1, 0)
             return
-        self._left -= 1
-        if self._left > 0:
+        self.overlapped.add(ms, tokens)
+        if self._always or not self.plain.count:
             return
-        if self._turns:
-            self._turns -= 1
-            self._overlapped, self._left = not self._overlapped, PROBE
-            return
-        self._decide()
-
-    def _decide(self) -> None:
-        gain = self.gain
-        pays = gain is not None and gain > MARGIN
-        same = pays == (not self.losses)
-        self._wait = min(2 * self._wait, LONGEST_WAIT) if same else FIRST_WAIT
-        self.losses = 0 if pays else self.losses + 1
-        # The chosen way for long, then a turn of the other, then the next verdict.
-        self._overlapped, self._left, self._turns = pays, self._wait, 1
+        excess = ms / self.plain.ms - tokens / self.plain.yields
+        # One round that stood still says nothing of the others.
+        owed = self._owed - self._earned + min(excess, ALLOWED)
+        self._known, self._owed = self.plain.count, max(owed, -CREDIT)
+        self._rests = self._owed >= ALLOWED
+        self._in_a_row += 1
+        if self._in_a_row == LOOK_EVERY:
+            self._in_a_row, self._look = 0, LOOK

@@ -41,6 +41,7 @@ from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
 from dspark.schedule.gate import Gate
 from dspark.schedule.monitor import Acceptance, Drift, LiveCost, Times
+from dspark.schedule.overlap import PlainRounds
 from dspark.schedule.policy import DEFAULT, Load, Plan, parse
 
 
@@ -53,14 +54,19 @@ class Scheduler:
         *,
         table: CostTable | None = None,
         calibration: Calibration | None = None,
+        plain: PlainRounds | None = None,
     ) -> None:
-        """verify: see `policy.parse`. Raises ConfigError for an unknown one."""
+        """verify: see `policy.parse`. Raises ConfigError for an unknown one.
+
+        plain: hears of rounds of single requests, if these are rounds of one lane (`overlap`)
+        """
         self.cost = None if table is None else LiveCost(table)
         self.policy = parse(verify, self.cost)
         self.calibration = calibration
         self.gate = None if self.cost is None or self.policy.own_draft_only else Gate()
         self.drift = Drift(() if calibration is None else calibration.ece_after)
         self.acceptance = Acceptance()
+        self._plain = plain
         self._round: tuple[Drafts, Plan, Load, bool] | None = None
 
     @property
@@ -122,6 +128,8 @@ class Scheduler:
             return
         if drafts.survival.size:
             self.acceptance.observe(plan.lengths, accepted)
+        if self._plain is not None and requests == 1 and not load.extra_rows:
+            self._remember(self._plain, int(drafts.counts[0]), plan.lengths[0], accepted[0], times)
         if judged:
             self.drift.observe(drafts.survival, plan.lengths, accepted)
         if self.cost is None:
@@ -157,6 +165,17 @@ class Scheduler:
         if self.asks(requests) == requests:
             return requests
         return max(int(np.count_nonzero(drafts.counts)), 1)
+
+    def _remember(
+        self, plain: PlainRounds, drafted: int, verified: int, accepted: int, times: Times
+    ) -> None:
+        """A round of one request. In two lanes the draft behind the verified ones would be coupled
+        to the bonus; a draft that was verified whole would have kept its last one for that."""
+        behind = 1.0
+        if verified < drafted:
+            behind = self.acceptance.confidence(verified + 1)[verified]
+        hit = behind if drafted and accepted == verified else 0.0
+        plain.add_round(times.draft, times.verify, times.other, accepted + 1, hit)
 
     @property
     def messages(self) -> list[str]:
