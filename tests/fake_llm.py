@@ -42,6 +42,7 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.messages: list[str] = []
         self.emulation = self.options.get("emulate")
+        self.draft_device = self.options.get("draft_device")
         self.last_output: Output | None = None
         self.calls: list[tuple[str, int | None]] = []
         self.seen: list[tuple[Any, SamplingParams]] = []

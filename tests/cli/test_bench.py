@@ -101,6 +101,7 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "max_context": 99,
         "prefix_reuse": False,
         "pipeline": "off",
+        "draft_device": None,
         "emulate": "verify=1ms",
     }
     assert set(llm.calls[1:]) == {("none", None), ("ngram", 4)}

@@ -334,5 +334,5 @@ def test_help_and_defaults(capsys: Capture) -> None:
     library = inspect.signature(LLM).parameters
     command: Any = typer.main.get_command(app)
     options = {p.name: p.default for p in command.commands["chat"].params if p.name in library}
-    assert len(options) == 9
+    assert len(options) == 10
     assert options == {name: library[name].default for name in options}

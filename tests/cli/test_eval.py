@@ -111,6 +111,7 @@ def test_options_reach_the_model() -> None:
         "max_context": 99,
         "prefix_reuse": True,
         "pipeline": "off",
+        "draft_device": None,
         "emulate": None,
     }
     assert set(llm.calls[1:]) == {("ngram", 4)}

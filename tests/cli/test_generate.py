@@ -48,7 +48,7 @@ def test_plain_decoding_has_no_acceptance(capsys: Capture) -> None:
 def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
     argv = split(
         """generate hi -m some/model -d none --num-draft-tokens 3 --dtype fp32 --device cpu
-        --verify static:2 --pipeline on --emulate-device draft=1ms
+        --verify static:2 --pipeline on --draft-device cpu --emulate-device draft=1ms
         --threads 2 --max-context 64 --temp 0.5 --top-p 0.9 --top-k 7 --min-p 0.1
         --seed 3
         --max-tokens 4 --stop a --stop b --min-tokens 1 --ignore-eos --presence-penalty 0.1
@@ -67,6 +67,7 @@ def test_options_reach_the_model(fake: type[FakeLLM]) -> None:
         "max_context": 64,
         "prefix_reuse": True,
         "pipeline": "on",
+        "draft_device": "cpu",
         "emulate": "draft=1ms",
     }
     prompt, params = llm.seen[0]

@@ -69,6 +69,8 @@ def test_options_arrive(
         "--no-prefix-reuse",
         "--pipeline",
         "on",
+        "--draft-device",
+        "cuda:1",
     ]
     assert main([*argv, *more, "--served-model-name", "mine"]) == 0
     settings, options = served["settings"], fake.created[0].options
@@ -82,6 +84,7 @@ def test_options_arrive(
     assert (options["max_users"], options["max_context"]) == (3, 99)
     assert options["verify"] == "static:2"
     assert options["prefix_reuse"] is False and options["pipeline"] == "on"
+    assert options["draft_device"] == "cuda:1"
     assert served["llm"].model_name == "mine"
 
 
@@ -91,7 +94,7 @@ def test_help_and_defaults_of_the_library(capsys: pytest.CaptureFixture[str]) ->
     library = inspect.signature(LLM).parameters
     command: Any = typer.main.get_command(app)
     options = {p.name: p.default for p in command.commands["serve"].params if p.name in library}
-    assert len(options) == 10
+    assert len(options) == 11
     assert options == {name: library[name].default for name in options}
 
 

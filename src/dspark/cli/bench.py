@@ -55,6 +55,7 @@ def bench(
             rich_help_panel=opt.MODEL_PANEL,
         ),
     ] = ",".join(DEFAULT.pipeline),
+    draft_device: opt.DraftDeviceOption = None,
     emulate_device: opt.EmulateOption = None,
     prompts: Annotated[
         list[str] | None,
@@ -133,6 +134,7 @@ def bench(
         device=device,
         threads=threads,
         max_context=max_context,
+        draft_device=draft_device,
         emulate=emulate_device,
         prefix_reuse=False,  # or the second of two equal prompts would be short
     )

@@ -135,10 +135,14 @@ def resolved_line(llm: LLM) -> str:
             f"drafter {llm.drafter_name}" + _because(llm.drafter_reason),
             f"verify {llm.verify}" + _because(llm.verify_reason),
             f"pipeline {llm.pipeline}" + _because(llm.pipeline_reason),
-            f"device {llm.device}",
+            f"device {llm.device}" + _because(_drafting_on(llm)),
             f"threads {llm.threads}",
         )
     )
+
+
+def _drafting_on(llm: LLM) -> str:
+    return f"drafter on {llm.draft_device}" if llm.draft_device else ""
 
 
 def _because(reason: str) -> str:
