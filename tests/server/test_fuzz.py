@@ -69,7 +69,9 @@ NEAR: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(-1, 21) | st.booleans(),
     "top_logprobs": st.integers(-1, 21),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    "stream_options": st.fixed_dictionaries(
+        {}, optional={"include_usage": st.booleans(), "continuous_usage_stats": st.booleans()}
+    ),
     "ignore_eos": st.booleans(),
     "prompt": TEXT | st.lists(TEXT, max_size=3) | IDS | st.lists(IDS, max_size=3),
     "messages": st.lists(

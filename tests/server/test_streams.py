@@ -79,6 +79,24 @@ def test_shape_of_a_chat_stream() -> None:
     assert first["usage"] is None and first["object"] == "chat.completion.chunk"
 
 
+def test_counts_in_every_message() -> None:
+    """What guidellm asks for: vLLM's running usage."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with serving(Scripted(b"Hello there", right=PATTERNS["all"])) as s:
+        asked = {"prompt": "hello", "max_tokens": 9, "temperature": 0, "stream": True}
+        raw = s.post("/v1/completions", **asked, stream_options=options)
+        without = s.post("/v1/completions", **asked, stream_options={**options, "include_usage": 0})
+    *deltas, last = messages(raw.text)
+    text = ""
+    for m in deltas:
+        text += m["choices"][0]["text"]
+        assert m["usage"] == {"prompt_tokens": 5, "completion_tokens": len(text),
+                              "total_tokens": 5 + len(text)}  # fmt: skip
+    assert len(deltas) < 9 and text == "Hello the"
+    assert last["usage"]["completion_tokens"] == 9 and "prompt_tokens_details" in last["usage"]
+    assert without.status_code == 400, "no boolean"
+
+
 def test_keep_alive_during_a_long_prefill() -> None:
     with serving(Scripted(b"abc", seconds=0.5), keep_alive=0.1) as s:
         raw = s.post("/v1/completions", prompt="hello", max_tokens=2, temperature=0, stream=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +32,13 @@ def texts(place: str) -> dict[str, str]:
     return dict(zip(PROMPTS, (o.text for o in outputs), strict=True))
 
 
-@pytest.fixture(scope="module")
-def server(place: str) -> Iterator[Running]:
+@pytest.fixture(scope="module", params=["process", "thread"])
+def server(request: pytest.FixtureRequest, place: str) -> Iterator[Running]:
     made: list[LLM] = []
+    device = "cpu" if request.param == "thread" else None
 
     def load() -> LLM:
-        made.append(LLM(place, drafter="mtp1", pipeline="on", **OPTIONS))
+        made.append(LLM(place, drafter="mtp1", pipeline="on", draft_device=device, **OPTIONS))
         return made[0]
 
     with serving(load) as running:

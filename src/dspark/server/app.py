@@ -196,6 +196,7 @@ class _Routes:
             logprobs=logprobs,
             usage=body.wants_usage,
             rounds=body.wants_rounds,
+            counted=sum(map(len, prompts)) if body.wants_counts else None,
         )
         answer = Answer(self._worker, name, wanted, arrived, body.wants_rounds)
         if body.stream:

@@ -43,10 +43,13 @@ class Reply(ABC):
         logprobs: bool,
         usage: bool,
         rounds: bool = False,
+        counted: int | None = None,
     ) -> None:
+        """counted: tokens of the prompts, if every message of a stream is to say how many it is."""
         self._head = {"id": name, "created": int(time.time()), "model": model}
         self._tokenizer, self._logprobs, self._wants_usage = tokenizer, logprobs, usage
         self._wants_rounds = rounds
+        self._prompt_tokens, self._written = counted, 0
         self._done: dict[int, Done] = {}
         self._started: set[int] = set()
 
@@ -74,6 +77,7 @@ class Reply(ABC):
             self._done[index] = event
             return [self._chunk([self._last(index, event.output)])]
         out = []
+        self._written += len(event.chunks)
         if index not in self._started:
             self._started.add(index)
             out += [self._chunk([c]) for c in self._first(index)]
@@ -119,7 +123,11 @@ class Reply(ABC):
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.object_chunk, "choices": choices}
-        return chunk | ({"usage": None} if self._wants_usage else {})
+        if not self._wants_usage:
+            return chunk
+        if self._prompt_tokens is None:
+            return chunk | {"usage": None}
+        return chunk | {"usage": _counts(self._prompt_tokens, self._written)}
 
     # -- what the two kinds differ in --------------------------------------------------------------
 
@@ -285,11 +293,14 @@ def usage(done: Sequence[Done], choices: int) -> dict[str, Any]:
     prompt = sum(len(d.output.prompt_ids) for d in done[::choices])
     cached = sum(d.output.stats.cached_tokens for d in done[::choices])
     completion = sum(len(d.output.token_ids) for d in done)
+    return _counts(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _counts(prompt: int, completion: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

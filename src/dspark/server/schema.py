@@ -57,7 +57,10 @@ Prompt = str | Texts | Ids | ManyIds
 
 
 class StreamOptions(Fields):
+    """continuous_usage_stats: with include_usage, counts so far in every message, as in vLLM."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Extension(Fields):
@@ -154,6 +157,11 @@ class Generation(Fields):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_counts(self) -> bool:
+        options = self.stream_options
+        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
     def wants_rounds(self) -> bool:
