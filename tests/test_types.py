@@ -135,6 +135,17 @@ def test_position_zero_is_counted_and_rates_are_conditional() -> None:
     assert all(0 <= r <= 1 for r in s.acceptance_by_position)
 
 
+def test_rounds_whose_draft_was_ready_are_told_from_the_others() -> None:
+    kinds = [(3, True), (1, False), (2, True), (2, False)]
+    rounds = [
+        Round("r", i, (1, 2), 2, n - 1, (1,) * n, 1.0, 2.0, 1.0, ahead=ahead)
+        for i, (n, ahead) in enumerate(kinds)
+    ]
+    found = Stats.total([stats(*rounds), stats(rounds[0])])
+    assert (found.ahead, found.tokens_ahead, found.hit_rate) == (3, 8, 0.6)
+    assert found.accepted_length_ahead == 8 / 3 and found.accepted_length_fresh == 1.5
+
+
 def test_a_block_cut_by_the_end_of_the_text() -> None:
     """B23: tokens behind the end are in no figure; sums equal the completion."""
     s = stats(one_round(4, 4, 4), one_round(4, 4, 2, emitted=2))

@@ -271,6 +271,8 @@ class Stats:
     """Expected `accepted`, by the confidence in each draft."""
     ahead: int = 0
     """Rounds whose draft had been made while the tokens in front of it were verified."""
+    tokens_ahead: int = 0
+    """Tokens that those rounds emitted."""
     round_tokens: int = 0
     """Tokens emitted by rounds: completion_tokens less the one of the prefill."""
     verified_at: list[int] = field(default_factory=list)
@@ -295,6 +297,7 @@ class Stats:
         self.accepted += r.accepted
         self.predicted += r.predicted
         self.ahead += r.ahead
+        self.tokens_ahead += len(r.emitted) * r.ahead
         self.round_tokens += len(r.emitted)
         tried = min(r.accepted + 1, r.verified)
         counters = (self.verified_at, self.tried_at, self.accepted_at)
@@ -315,6 +318,17 @@ class Stats:
     def hit_rate(self) -> float | None:
         """Rounds whose draft was ready / rounds."""
         return self.ahead / self.rounds if self.rounds else None
+
+    @property
+    def accepted_length_ahead(self) -> float | None:
+        """Tokens of a round whose draft was ready: tokens_ahead / ahead."""
+        return self.tokens_ahead / self.ahead if self.ahead else None
+
+    @property
+    def accepted_length_fresh(self) -> float | None:
+        """Tokens of any other round."""
+        rest = self.rounds - self.ahead
+        return (self.round_tokens - self.tokens_ahead) / rest if rest else None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -348,7 +362,7 @@ class Stats:
         for p in parts:
             for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens",
                          "rounds", "drafted", "verified", "accepted", "predicted", "ahead",
-                         "round_tokens",
+                         "tokens_ahead", "round_tokens",
                          "draft_ms", "verify_ms", "other_ms", "prefill_ms", "decode_ms",
                          "ttft_ms"):  # fmt: skip
                 setattr(out, name, getattr(out, name) + getattr(p, name))

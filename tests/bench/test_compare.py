@@ -1,10 +1,12 @@
 """The comparison: turns, baseline, definitions, verdict."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dspark.bench.compare import DEFINITIONS, WARM_UP_TOKENS, BenchConfig, Text, run
+from dspark.bench.compare import WARM_UP_TOKENS, BenchConfig, Text, _with_gain, run
+from dspark.bench.definitions import DEFINITIONS
 from dspark.bench.prompts import PromptSet
 from dspark.errors import ConfigError, InvalidRequestError
 from tests.fake_llm import FakeLLM
@@ -122,6 +124,19 @@ def test_variants_are_drafters_in_each_mode() -> None:
     for wrong in ((), ("perhaps",)):
         with pytest.raises(ConfigError, match="pipeline mode"):
             BenchConfig(pipeline=wrong)
+
+
+def test_delta_is_what_hits_lose(llm: Any) -> None:
+    """Half of the rounds are hits, and two tokens a round become one and a half."""
+    report = run(llm, PROMPTS, BenchConfig(pipeline=("off", "on")))
+    _, off, on = report.results
+    assert off.delta is None and on.delta is None  # there were no hits
+    on = replace(on, hit_rate=0.5, accepted_length=1.5)
+    results = {"ngram+off": replace(off, accepted_length=2.0), "ngram+on": on}
+    speeds = {name: [1.0] for name in results}
+    found = _with_gain("ngram+on", results, speeds, report.config)
+    assert found.delta == pytest.approx(0.5)
+    assert found.gain_predicted == pytest.approx(0.75 * (1 + 1 / 11) / (1 + 0.5 / 11))
 
 
 def test_the_gain_of_two_lanes_and_the_formula(llm: Any) -> None:

@@ -30,7 +30,8 @@ def test_last_line_is_the_json(capsys: Capture) -> None:
             "drafter", "tokens", "seconds", "tokens_per_second", "speedup_vs_none",
             "drafted", "scheduled", "predicted", "accepted", "accepted_length",
             "acceptance_rate", "acceptance_by_position", "draft_ms", "verify_ms", "other_ms",
-            "ttft_ms", "identical_to_none", "pipeline", "hit_rate", "gain_vs_off",
+            "ttft_ms", "identical_to_none", "pipeline", "hit_rate",
+            "accepted_length_ahead", "accepted_length_fresh", "delta", "gain_vs_off",
             "gain_predicted",
         ]
     ] * 2  # fmt: skip

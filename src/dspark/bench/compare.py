@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dspark.bench.definitions import DEFINITIONS
 from dspark.errors import ConfigError
 from dspark.schedule.overlap import check_mode, predicted_gain
 from dspark.types import Output, SamplingParams, Stats
@@ -41,33 +42,6 @@ BASELINE = "none"
 WARM_UP_TOKENS = 8
 DOUBTFUL = 1.1
 """Speed-up per accepted length that timing noise alone no longer explains."""
-
-DEFINITIONS = {
-    "tokens": "tokens generated, over all prompts and repeats",
-    "seconds": "wall time from submitting a prompt to its last token, summed; prefill included",
-    "tokens_per_second": "decoding speed: tokens behind the first one / time from the first to the "
-    "last one; prefill excluded; median over repeats",
-    "speedup_vs_none": "tokens_per_second / that of none in the same repeat; median over repeats",
-    "drafted, scheduled, accepted": "draft tokens that were guessed, of these verified, of these "
-    "right",
-    "predicted": "draft tokens expected to be accepted among the scheduled ones, by the drafter's "
-    "confidence",
-    "accepted_length": "tokens a round yields, the target's own token included",
-    "acceptance_rate": "accepted draft tokens / verified draft tokens",
-    "acceptance_by_position": "[k] rounds that accepted draft token k / rounds that verified it "
-    "and accepted all before it",
-    "draft_ms, verify_ms, other_ms": "mean milliseconds a round spends drafting, in the target's "
-    "pass, and on everything else",
-    "pipeline": "lanes that the variant had: off is one; on and auto are two",
-    "hit_rate": "rounds whose draft had been made while the round before was verified / rounds; "
-    "null with one lane",
-    "gain_vs_off": "tokens_per_second / that of the drafter with the pipeline off in the same "
-    "repeat; median over repeats",
-    "gain_predicted": "(1 + r)(1 - h delta) / (1 + (1 - h) r): r = draft_ms / (verify_ms + "
-    "other_ms) with it off, h = hit_rate, 1 - h delta = accepted_length / that with it off",
-    "ttft_ms": "time from arrival to the first token; median over texts",
-    "identical_to_none": "every token id of every text equals that of none; null when sampling",
-}
 
 
 @dataclass(frozen=True)
@@ -156,6 +130,9 @@ class Result:
     identical_to_none: bool | None
     pipeline: str
     hit_rate: float | None
+    accepted_length_ahead: float | None
+    accepted_length_fresh: float | None
+    delta: float | None
     gain_vs_off: float | None
     gain_predicted: float | None
 
@@ -221,12 +198,12 @@ def run(
     lanes: dict[str, str] = {}
     for variant in config.variants:
         _generate(llm, variant, prompts, 0, config, max_tokens=WARM_UP_TOKENS)
-        lanes[variant] = llm.pipeline
     texts: list[Text] = []
     for repeat in range(config.repeat):
         for i in range(len(prompts)):
             for variant in rotated(list(config.variants), repeat + i):
                 output, seconds = _generate(llm, variant, prompts, i, config)
+                lanes[variant] = llm.pipeline
                 texts.append(Text(variant, repeat, i, output, seconds))
                 if on_text is not None:
                     on_text(texts[-1])
@@ -265,8 +242,10 @@ def _with_gain(
     ours, plain = results[variant], f"{config.variants[variant][0]}+off"
     if plain not in results or plain == variant:
         return ours
-    base, predicted = results[plain], None
+    base, predicted, delta = results[plain], None, None
     h, tau, tau_off = ours.hit_rate, ours.accepted_length, base.accepted_length
+    if h and tau and tau_off:
+        delta = (1 - tau / tau_off) / h
     if h is not None and tau and tau_off and base.draft_ms is not None:
         assert base.verify_ms is not None and base.other_ms is not None
         r = base.draft_ms / (base.verify_ms + base.other_ms)
@@ -274,7 +253,7 @@ def _with_gain(
     gain = known_median(
         [s / b if s and b else None for s, b in zip(speeds[variant], speeds[plain], strict=True)]
     )
-    return replace(ours, gain_vs_off=gain, gain_predicted=predicted)
+    return replace(ours, delta=delta, gain_vs_off=gain, gain_predicted=predicted)
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
@@ -346,6 +325,9 @@ def _result(
         identical_to_none=identical,
         pipeline=pipeline,
         hit_rate=None if pipeline == "off" else stats.hit_rate,
+        accepted_length_ahead=stats.accepted_length_ahead,
+        accepted_length_fresh=None if pipeline == "off" else stats.accepted_length_fresh,
+        delta=None,
         gain_vs_off=None,
         gain_predicted=None,
     )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dspark.bench import compare, lanes
+from dspark.bench.definitions import DEFINITIONS
 from dspark.bench.picture import check_file, replacing
 from dspark.bench.prompts import BUILTIN, PREFIX, load_prompts
 from dspark.cli import options as opt
@@ -236,10 +237,13 @@ def _print_table(report: compare.Report, color: ui.Color) -> None:
             print(
                 f"two lanes, {r.drafter}: hits {r.hit_rate:.0%},"
                 f" gain {ui.number(r.gain_vs_off, 2, 'x')},"
-                f" by the formula {ui.number(r.gain_predicted, 2, 'x')}"
+                f" by the formula {ui.number(r.gain_predicted, 2, 'x')};"
+                f" accepted length {ui.number(r.accepted_length_ahead, 2)} ahead,"
+                f" {ui.number(r.accepted_length_fresh, 2)} fresh,"
+                f" delta {ui.number(r.delta, 2)}"
             )
     if report.emulated is not None:
         print(f"emulated: every time is that of another device, {report.emulated}")
     print(f"prompts: {report.prompts.name}, {len(report.prompts)} of them, one at a time")
     paint = ui.Paint(ui.wants_color(color, sys.stdout))
-    print(paint.muted("\n".join(f"  {k}: {v}" for k, v in compare.DEFINITIONS.items())))
+    print(paint.muted("\n".join(f"  {k}: {v}" for k, v in DEFINITIONS.items())))
