@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from dspark.train.anchors import choose, pack_blocks
+from dspark.train.anchors import choose, draw_unseen, pack_blocks
 from dspark.train.features import Features
 
 D, LAYERS = 4, 3
@@ -66,3 +67,12 @@ def test_slots_never_cross_into_the_next_sequence() -> None:
 def test_an_anchor_on_the_last_row_is_a_block_without_a_valid_slot() -> None:
     pack = pack_blocks([features(5, 5, 0)], [torch.tensor([4])], 3, [0], D)
     assert not pack.valid.any() and pack.teachers.tolist() == [[4, 4, 4]]
+
+
+def test_how_many_features_a_pack_lacks() -> None:
+    """None, or as often as asked 1 to the block's length, each alike."""
+    rng = np.random.default_rng(0)
+    assert {draw_unseen(0.0, 4, rng) for _ in range(50)} == {0}
+    drawn = np.array([draw_unseen(0.5, 4, rng) for _ in range(4000)])
+    counts = np.bincount(drawn, minlength=5) / len(drawn)
+    assert counts == pytest.approx([0.5, *[0.125] * 4], abs=0.03)

@@ -84,6 +84,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("text.files=[1]", r"expected a list of a text"),
         ("train.lr=-1", r"train\.lr=-1\.0 is out of range: expected 0 up"),
         ("train.warmup=2", r"train\.warmup=2\.0 is out of range: expected 0 to 1"),
+        ("train.drop_last=1.5", r"train\.drop_last=1\.5 is out of range: expected 0 to 1"),
         ("train.chunk=0", r"train\.chunk=0 is out of range"),
         ("loss.decay=0", r"loss\.decay=0\.0 is out of range"),
         ("text.files=[]", r"text\.files is empty"),
@@ -95,6 +96,13 @@ def test_refusals(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as e:
         load(write(tmp_path, "[text]\n" + FILES), [override])
     assert "\n" not in str(e.value)
+
+
+def test_an_mtp_drafter_cannot_lack_features(tmp_path: Path) -> None:
+    path = write(tmp_path, "[text]\n" + FILES)
+    assert load(path, ["train.drop_last=0.5"]).train.drop_last == 0.5
+    with pytest.raises(ConfigError, match="drop_last is for drafters of blocks"):
+        load(path, ["train.drop_last=0.5", "drafter.kind=mtp"])
 
 
 def test_one_length_of_a_run(tmp_path: Path) -> None:

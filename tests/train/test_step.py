@@ -69,6 +69,36 @@ def test_a_block_sees_context_in_front_of_its_anchor_only(
         assert (seen[document.first_row : anchor] > 0).all(), "and all of it is used"
 
 
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "mtp"])
+def test_unseen_features_cannot_be_seen(
+    model: Decoder, features: list[Features], form: str
+) -> None:
+    """Not by the loss, and their tokens are: as embeddings in front of the block."""
+    step = make(model, form)
+    c = step.model.config
+    args = (features, ANCHORS, c.block_size, list(c.target_layer_ids), c.hidden_size)
+    pack = pack_blocks(*args, unseen=2)
+    assert pack.unseen == 2 and torch.equal(pack.labels, packed(step, features).labels)
+    assert torch.equal(pack.fronts[:, -1], pack.anchors)
+    for b, anchor in enumerate(pack.anchors.tolist()):
+        document = next(d for d in pack.documents if d.first_block <= b < d.last_block)
+        valid = torch.zeros_like(pack.valid)
+        valid[b] = pack.valid[b]
+        context = pack.context.clone().requires_grad_()
+        loss, _ = step(replace(pack, context=context, valid=valid))
+        (grad,) = torch.autograd.grad(loss, [context])
+        seen = grad.abs().sum(-1)
+        assert not seen[anchor - 2 :].any() and not seen[: document.first_row].any()
+        assert (seen[document.first_row : anchor - 2] > 0).all()
+        with torch.no_grad():
+            tokens = pack.tokens.clone()
+            tokens[anchor - 1] = (tokens[anchor - 1] + 7) % 200
+            changed = step._hidden(replace(pack, tokens=tokens))[b]
+            assert not torch.allclose(changed, step._hidden(pack)[b])
+    short = pack_blocks(features, [torch.tensor([2])] * 3, *args[2:], unseen=5)
+    assert short.unseen == 1  # a row of context stays
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_behind_the_anchor_and_other_blocks_change_nothing(
     model: Decoder, features: list[Features], form: str

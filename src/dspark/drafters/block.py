@@ -91,7 +91,7 @@ class BlockModel(nn.Module):
 
     def hidden(
         self,
-        anchor_BD: Tensor,
+        front_BUD: Tensor,
         mask_D: Tensor,
         positions_B: Tensor,
         last_BD: Tensor,
@@ -99,12 +99,16 @@ class BlockModel(nn.Module):
     ) -> Tensor:
         """Whole blocks through all layers: `inputs`, the layers, `outputs`; [B, K, D].
 
-        positions_B  absolute positions of the anchors
+        front_BUD    embeddings of the tokens behind the context, of which the last is the anchor
+        positions_B  absolute positions of the first of them
+        last_BD      the last context row
         spans        for each layer, the blocks' contexts
         """
-        x_BKD = self.inputs(anchor_BD, mask_D, last_BD)
+        unseen = front_BUD.shape[1] - 1
+        block_BKD = self.inputs(front_BUD[:, -1], mask_D, last_BD)
+        x_BKD = torch.cat([front_BUD[:, :-1], block_BKD], 1) if unseen else block_BKD
         steps = torch.arange(x_BKD.shape[1], device=positions_B.device)
         cos, sin = self.rotary(positions_B[:, None] + steps)
         for layer, over in zip(self.layers, spans, strict=True):
             x_BKD = layer(x_BKD, cos, sin, over)
-        return self.outputs(x_BKD)
+        return self.outputs(x_BKD[:, unseen:])

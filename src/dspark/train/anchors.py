@@ -10,6 +10,11 @@ that a context row is computed once for all of them.
 
 Slots whose label lies behind the end of their sequence are invalid and weigh nothing.
 
+*Unseen features.* A drafter that drafts while its tokens are verified lacks the target's features
+of the last ones (`DraftContext.unseen`). `unseen` of a pack makes blocks of that kind: the context
+ends so many rows before the anchor, and those tokens enter in front of the block as embeddings, as
+they do in serving.
+
 Shape suffixes: N rows of all sequences, B blocks, K slots, m feature layers, D hidden size.
 """
 
@@ -44,6 +49,7 @@ class Pack:
     anchors    [B] row of each anchor
     labels     [B, K] the token that slot k should predict; previous [B, K] the one in front of it
     teachers   [B, K] the row whose logits predict the label;  valid  [B, K] bool
+    unseen     rows in front of each anchor that are no context
     """
 
     tokens: Tensor
@@ -57,6 +63,19 @@ class Pack:
     previous: Tensor
     teachers: Tensor
     valid: Tensor
+    unseen: int = 0
+
+    @property
+    def fronts(self) -> Tensor:
+        """[B, unseen + 1] rows of the tokens that enter as embeddings: each anchor, last, and what
+        is unseen in front of it."""
+        return self.anchors[:, None] + torch.arange(-self.unseen, 1, device=self.anchors.device)
+
+
+def draw_unseen(share: float, slots: int, rng: np.random.Generator) -> int:
+    """How many features a pack lacks in front of its anchors: 1 to `slots` in `share` of the packs,
+    else none."""
+    return int(rng.integers(1, slots + 1)) if rng.random() < share else 0
 
 
 def choose(f: Features, limit: int | None, rng: np.random.Generator | None) -> Tensor:
@@ -77,12 +96,16 @@ def pack_blocks(
     num_slots: int,
     columns: Sequence[int],
     hidden_size: int,
+    unseen: int = 0,
 ) -> Pack:
     """Flatten sequences and their anchors.
 
     columns   which of the stored layers (by index) the drafter reads, in its order; the last stored
               one is the teacher's
+    unseen    of all blocks; fewer if an anchor has no more context in front of that than a row
     """
+    least = min((int(a.min()) for a in anchors if len(a)), default=1)
+    unseen = max(min(unseen, least - 1), 0)
     documents, rows, blocks = [], 0, 0
     at, ends, positions = [], [], []
     for f, a in zip(features, anchors, strict=True):
@@ -110,4 +133,5 @@ def pack_blocks(
         tokens[teachers_BK],
         teachers_BK,
         valid_BK,
+        unseen,
     )

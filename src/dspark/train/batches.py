@@ -102,3 +102,8 @@ def num_anchors(sample: Sample, limit: int | None) -> int:
 def anchor_rng(seed: int, item: Item) -> np.random.Generator:
     """What draws the anchors of one sequence in one epoch (of the validation: epoch -1)."""
     return np.random.default_rng((seed, 2, item.epoch + 1, item.sequence))
+
+
+def unseen_rng(seed: int, items: Sequence[Item]) -> np.random.Generator:
+    """What draws how many features a batch lacks in front of its anchors."""
+    return np.random.default_rng((seed, 4, items[0].epoch + 1, items[0].sequence))

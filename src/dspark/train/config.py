@@ -167,6 +167,9 @@ class TrainSection(Steps):
     anchors_per_step: int = 512
     """A step takes whole sequences until it has as many."""
     sequences_per_step: int = 0
+    drop_last: float = 0.0
+    """Share of the steps whose blocks lack the features of the last tokens in front of the anchor,
+    1 to block_size of them, as a block that is drafted ahead does."""
     chunk: int = 64
     """Blocks whose logits exist at a time."""
     autocast: Literal["none", "bf16"] = "none"
@@ -181,6 +184,7 @@ class TrainSection(Steps):
                 "steps", "epochs", "anchors", "anchors_per_sequence", "sequences_per_step")),
             *((f"train.{n}", getattr(self, n), 1, None) for n in (
                 "anchors_per_step", "chunk", "eval_anchors_per_sequence")),
+            ("train.drop_last", self.drop_last, 0, 1),
         ]  # fmt: skip
 
     def check_length(self) -> None:
@@ -209,9 +213,20 @@ class TrainConfig:
             *self.train.ranges(),
         )
         self.train.check_length()
+        if self.drafter.kind == "mtp":
+            refuse_drop_last(self.train)
 
     def flat(self) -> dict[str, Any]:
         return flat(self)
+
+
+def refuse_drop_last(train: TrainSection) -> None:
+    """Raises ConfigError where features are left out that an MTP drafter would have to make up."""
+    if train.drop_last:
+        raise ConfigError(
+            "train.drop_last is for drafters of blocks: an MTP drafter puts its own states in the"
+            " place of missing ones, which a single step does not teach; leave it out"
+        )
 
 
 def check_ranges(*ranges: Range) -> None:

@@ -162,21 +162,22 @@ class TrainStep(nn.Module):
 
     def _block_hidden(self, model: BlockModel, pack: Pack, embedded: Tensor) -> Tensor:
         context = model.context(pack.context if self.scale is None else pack.context * self.scale)
+        first = pack.fronts[:, 0]
         spans = [
             [
                 Span(d.first_block, d.last_block, keys[d.first_row : d.last_row],
                      values[d.first_row : d.last_row],
-                     pack.positions[pack.anchors[d.first_block : d.last_block]])
+                     pack.positions[first[d.first_block : d.last_block]])
                 for d in pack.documents
             ]
             for keys, values in model.keys_values(context, pack.positions)
         ]  # fmt: skip
         assert model.config.mask_token_id is not None
         return model.hidden(
-            embedded[pack.anchors],
+            embedded[pack.fronts],
             self.teacher.embedding[model.config.mask_token_id],
-            pack.positions[pack.anchors],
-            context[pack.anchors - 1],
+            pack.positions[first],
+            context[first - 1],
             spans,
         )
 

@@ -27,8 +27,8 @@ from dspark.drafters.block import BlockModel
 from dspark.drafters.mtp import MtpModel
 from dspark.errors import ConfigError, DSparkError
 from dspark.train import distributed, state
-from dspark.train.anchors import Pack, choose, pack_blocks
-from dspark.train.batches import Item, Order, Place, anchor_rng
+from dspark.train.anchors import Pack, choose, draw_unseen, pack_blocks
+from dspark.train.batches import Item, Order, Place, anchor_rng, unseen_rng
 from dspark.train.config import Steps
 from dspark.train.distributed import Group
 from dspark.train.estimate import accepted_length, chances
@@ -169,7 +169,10 @@ class Trainer:
         else:
             anchors = [torch.tensor([len(found[0].tokens) - 1])]
         c = self.run.drafter
-        pack = pack_blocks(found, anchors, c.block_size, self.run.columns, c.hidden_size)
+        # Validation is that of blocks from true features.
+        share = 0.0 if items[0].epoch < 0 else self.config.drop_last
+        unseen = draw_unseen(share, c.block_size, unseen_rng(self.config.seed, items))
+        pack = pack_blocks(found, anchors, c.block_size, self.run.columns, c.hidden_size, unseen)
         return to_device(pack, self.device)
 
     def _losses(self, pack: Pack) -> tuple[Tensor, Tensor]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dspark.drafters.base import DraftContext
 from dspark.drafters.deepseek_v4_dspark import V4DSparkDrafter
 from dspark.drafters.deepseek_v4_mtp import V4MtpDrafter
 from dspark.models.deepseek_v4.config import V4Config
 from dspark.models.deepseek_v4_names import CarriedDrafter, stage_shapes, tower_shapes
+from dspark.sampling import streams
 from dspark.train.anchors import Pack, pack_blocks
 from dspark.train.samples import Sample
 from dspark.train.v4 import checkpoint
 from dspark.train.v4.drafter import tower_features
 from dspark.train.v4.heads import DSparkHeads, Heads, MtpHeads
 from dspark.train.v4.tower import Tower
+from dspark.types import SamplingParams
 from tests.drafters import tiny_v4
 from tests.drafters.test_deepseek_v4 import feed, proposed
 from tests.tiny import DictSource
@@ -41,7 +45,13 @@ def made(c: V4Config, drafter: CarriedDrafter) -> tuple[Tower, Heads, DictSource
     return tower, heads, weights
 
 
-def packed(tower: Tower, heads: Heads, texts: list[tuple[int, ...]]) -> Pack:
+def packed(
+    tower: Tower,
+    heads: Heads,
+    texts: list[tuple[int, ...]],
+    anchors: tuple[int, ...] = ANCHORS,
+    unseen: int = 0,
+) -> Pack:
     settings = heads.settings if isinstance(heads, DSparkHeads) else None
     layers = None if settings is None else settings.target_layer_ids
     # In fp32: what is compared are the stages.
@@ -49,8 +59,8 @@ def packed(tower: Tower, heads: Heads, texts: list[tuple[int, ...]]) -> Pack:
     d = tower.config.hidden_size
     columns = range(found[0].hidden.shape[1] // d - 1)
     slots = 1 if settings is None else settings.block_size
-    anchors = [torch.tensor(ANCHORS)] * len(texts)
-    return pack_blocks(found, anchors, slots, columns, d)
+    chosen = [torch.tensor(anchors)] * len(texts)
+    return pack_blocks(found, chosen, slots, columns, d, unseen)
 
 
 def laws(tower: Tower, heads: Heads, pack: Pack, previous: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -93,6 +103,38 @@ def test_proposals_are_the_served_ones(form: str) -> None:
             else:
                 assert draft.confidence is None
     assert len(draft.tokens) == (1 if form == "mtp1" else tiny_v4.BLOCK)
+
+
+def test_blocks_without_the_last_features_are_those_drafted_ahead() -> None:
+    """The served drafter, told of rows up to three before the anchor, draws from the same law; and
+    no gradient reaches the features that were left out."""
+    c = tiny_v4.config()
+    drafter = tiny_v4.dspark(c)
+    tower, heads, weights = made(c, drafter)
+    texts, unseen = documents(c, *LENGTHS), 3
+    pack = packed(tower, heads, texts, (5, 30, 62), unseen)
+    assert pack.unseen == unseen
+    target = served(c, weights)
+    for j, anchor in enumerate((5, 30, 62)):
+        running = V4DSparkDrafter(target, drafter)
+        ids = list(texts[0][: anchor + 1])
+        feed(target, running, ids[: anchor - unseen], 32)
+        context = DraftContext(
+            0, ids, SamplingParams(temperature=1.0), tiny_v4.BLOCK, streams(1)[0], unseen
+        )
+        (draft,) = running.propose([context])
+        assert draft.probs is not None and draft.confidence is not None
+        previous = pack.previous.clone()
+        previous[j, 1:] = torch.tensor(draft.tokens[:-1])
+        q, sure = laws(tower, heads, pack, previous)
+        assert sure is not None
+        assert (q[j] - draft.probs).abs().max() < 1e-4
+        assert (sure[j] - draft.confidence).abs().max() < 1e-4
+        read = pack.context.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(heads(replace(pack, context=read))[j].square().sum(), [read])
+        seen = grad.abs().sum(-1) > 0
+        assert seen[max(anchor - unseen - c.window, 0) : anchor - unseen].all()
+        assert not seen[anchor - unseen :].any()
 
 
 @pytest.mark.parametrize("form", ["mtp1", "dspark"])

@@ -29,9 +29,16 @@ from dspark.models.deepseek_v4.config import V4Config
 from dspark.models.deepseek_v4_config import V4DSpark, config_file, is_v4, read_config
 from dspark.models.deepseek_v4_source import DeepseekV4Source
 from dspark.models.loading import Checkpoint, load_checkpoint
-from dspark.train.anchors import choose, pack_blocks
-from dspark.train.batches import Item, Order, Place, anchor_rng
-from dspark.train.config import TextSection, TrainSection, check_ranges, flat, loss_ranges
+from dspark.train.anchors import choose, draw_unseen, pack_blocks
+from dspark.train.batches import Item, Order, Place, anchor_rng, unseen_rng
+from dspark.train.config import (
+    TextSection,
+    TrainSection,
+    check_ranges,
+    flat,
+    loss_ranges,
+    refuse_drop_last,
+)
 from dspark.train.distributed import Group
 from dspark.train.features import Features, hash_of
 from dspark.train.losses import TERMS, Blocks, LossWeights, Terms, block_losses
@@ -89,6 +96,7 @@ class V4TrainConfig:
             if value:
                 raise ConfigError(f"train.{name} is not possible for a DeepSeek-V4: leave it out")
         if d.kind == "mtp1":
+            refuse_drop_last(t)
             free = ("kind", "start_from")
             given = [n for n, v in asdict(d).items() if n not in free and v is not None]
             if given:
@@ -240,7 +248,10 @@ class DrafterJob(Job):
             choose(f, limit, anchor_rng(c.train.seed, i)) for f, i in zip(found, items, strict=True)
         ]
         columns = range(found[0].hidden.shape[1] // d - 1)
-        pack = pack_blocks(found, anchors, self.slots, columns, d)
+        # Validation is that of blocks from true features.
+        share = 0.0 if items[0].epoch < 0 else c.train.drop_last
+        unseen = draw_unseen(share, self.slots, unseen_rng(c.train.seed, items))
+        pack = pack_blocks(found, anchors, self.slots, columns, d, unseen)
         x_BKD = self.module(pack)
         e_BKr, w2_Vr = self.module.markov(pack.previous)
         confidence_BK = self.module.confidence(x_BKD, e_BKr)

@@ -164,24 +164,24 @@ class DSparkHeads(Heads):
             last.confidence_head = Confidence(d + rank)
 
     def forward(self, pack: Pack) -> Tensor:
-        c, slots = self.config, pack.valid.shape[1]
-        first = self.stages[0]
-        main_ND = first.main_norm(first.main_proj(pack.context))
+        c, stage, fronts_BU = self.config, self.stages[0], pack.fronts
+        slots, first_B = pack.unseen + pack.valid.shape[1], fronts_BU[:, 0]
+        main_ND = stage.main_norm(stage.main_proj(pack.context))
         # Context rows of each block, and which of them there are.
         starts = torch.tensor([d.first_row for d in pack.documents])
         block = torch.tensor([d.last_block for d in pack.documents])
         document_B = torch.searchsorted(block, torch.arange(len(pack.anchors)), right=True)
-        context_BW = pack.anchors[:, None] - c.window + torch.arange(c.window)
+        context_BW = first_B[:, None] - c.window + torch.arange(c.window)
         seen_BW = context_BW >= starts[document_B][:, None]
         context_BW = context_BW.clamp(min=0)
         seen = F.pad(seen_BW, (0, slots), value=True)
         mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
         mask = mask[:, None].expand(-1, slots, -1)
         at_N = turns(c, 0, c.head_dim, pack.positions)
-        positions_BK = pack.positions[pack.anchors][:, None] + torch.arange(slots)
+        positions_BK = pack.positions[first_B][:, None] + torch.arange(slots)
         at_BK = turns(c, 0, c.head_dim, positions_BK)
         tokens_BK = torch.full(positions_BK.shape, self.settings.noise_token_id)
-        tokens_BK[:, 0] = pack.tokens[pack.anchors]
+        tokens_BK[:, : pack.unseen + 1] = pack.tokens[fronts_BU]
         tokens = tokens_BK.flatten()
         x_NSD = self.embed(tokens)[:, None].repeat(1, c.streams, 1)
         for stage in self.stages:
@@ -197,7 +197,7 @@ class DSparkHeads(Heads):
                 return a.output(out.view(*at_BK.shape[:2], c.num_heads, -1), at_BK)
 
             x_NSD = stage(x_NSD, tokens, attention)
-        return self.exit.collapse(x_NSD).view(len(pack.anchors), slots, -1)
+        return self.exit.collapse(x_NSD).view(len(pack.anchors), slots, -1)[:, pack.unseen :]
 
     def markov(self, previous_BK: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if not self.settings.markov_rank:
