@@ -4,6 +4,7 @@ process of its own loads from the same directory."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def test_unknown_modes_and_devices_are_refused_before_anything_is_loaded() -> No
 def test_a_lane_that_cannot_be_begun(
     places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`on` says so; `auto` does without, and says why."""
+    """`on` says so; `auto` does without, as tests/engine/test_lanes.py has it."""
 
     def refuse(*args: object, **options: object) -> None:
         raise ResourceError("no more processes")
@@ -109,9 +110,29 @@ def test_a_lane_that_cannot_be_begun(
     monkeypatch.setattr("dspark.engine.lanes.ProcessLane", refuse)
     with pytest.raises(ResourceError, match="no more processes"):
         LLM(places["mtp1"], pipeline="on", **OPTIONS)
-    llm = LLM(places["mtp1"], pipeline="auto", emulate="verify=5ms,draft=5ms", **OPTIONS)
-    assert (llm.pipeline, llm.pipeline_reason) == ("off", "no more processes")
-    assert llm.generate(["abc"], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+
+
+def test_auto_goes_from_one_lane_to_two_and_back_between_texts(
+    places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it shows in a text. A drafter that knows nothing never promises a gain, so the
+    promise is waived here; the budget is not."""
+    monkeypatch.setattr("dspark.engine.lanes.MARGIN", -1.0)
+    llm = LLM(places["mtp1"], emulate="verify=2ms,draft=2ms", **OPTIONS)
+    assert (llm.pipeline, llm.pipeline_reason[:10]) == ("off", "the first ")
+    plain = [o.token_ids for o in (llm.generate([p], GREEDY)[0] for p in PROMPTS)]
+    deadline = time.monotonic() + 120
+    while llm.pipeline == "off":
+        assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == plain[0]
+        assert time.monotonic() < deadline, llm.pipeline_reason
+    assert isinstance(llm.engine, PipelinedEngine)
+    while llm.pipeline == "auto":
+        found = [o.token_ids for o in (llm.generate([p], GREEDY)[0] for p in PROMPTS)]
+        assert found == plain and time.monotonic() < deadline
+    assert "two lanes reached" in llm.pipeline_reason
+    assert not isinstance(llm.engine, PipelinedEngine)
+    assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == plain
+    llm.close()
 
 
 def test_an_emulated_device_on_the_command_line(
