@@ -31,6 +31,7 @@ export function question(text) {
 export class Answer {
   constructor() {
     this.item = element("li", "answer");
+    this.item.tabIndex = 0; // chosen by the keyboard, too, it shows its rounds
     this.body = element("p", "text waiting");
     this.note = element("p", "note");
     this.item.append(element("span", "hidden", "Model: "), this.body, this.note);

@@ -214,10 +214,12 @@ $("log").addEventListener("pointerover", (event) => {
   if (answer && answer === panel.answer) panel.strip.select(round === undefined ? null : Number(round));
 });
 $("log").addEventListener("pointerleave", () => panel.strip.select(null));
-$("log").addEventListener("click", (event) => {
-  const answer = answers.get(event.target.closest("li"));
-  if (answer && answer !== panel.answer) panel.show(answer);
-});
+for (const kind of ["click", "focusin"]) {
+  $("log").addEventListener(kind, (event) => {
+    const answer = answers.get(event.target.closest("li"));
+    if (answer && answer !== panel.answer) panel.show(answer);
+  });
+}
 
 recall();
 connect();
