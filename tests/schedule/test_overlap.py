@@ -63,6 +63,16 @@ def test_slower_by_themselves() -> None:
     assert plain.lane_times(LaneTimes(10, 4, 15, 6)) == LaneTimes(20, 5, 30, 7.5, 1)
 
 
+def test_serial_rounds_of_a_lane_say_nothing_of_hits() -> None:
+    plain = PlainRounds()
+    plain.add_round(5, 20, 1, 3, 0.8)
+    overlap = Overlap(plain=plain)
+    for _ in range(50):
+        overlap.observe(overlapped=False, tokens=5, ms=30.0)
+    assert plain.hit_rate == 0.8 and plain.lane_times(None) == LaneTimes(20, 5, 20, 5, 1)
+    assert plain.count == 51 and plain.ms == pytest.approx(30, rel=0.01)
+
+
 # -- what plain rounds say -------------------------------------------------------------------------
 
 

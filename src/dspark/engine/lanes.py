@@ -244,7 +244,7 @@ class Lanes:
         """Whether the lane is there; if not, it is begun and nobody waits for it."""
         lane = self._begin(drafter, spec, wait=False)
         if lane.dead:
-            self._failed[spec] = "the drafter's process could not be started"
+            self._failed[spec] = "the drafter's process could not be started, or died too often"
         return lane.alive
 
     def _begin(self, drafter: Drafter, spec: DrafterSpec, *, wait: bool = True) -> Lane:

@@ -137,10 +137,14 @@ class Rounds:
 
 @dataclass
 class PlainRounds(Rounds):
-    """Rounds of single requests in one lane, and what they say of two."""
+    """Rounds of single requests in one lane, and what they say of two. Rounds that are only added
+    (`add`) say nothing of that."""
 
+    shown: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
+    other_ms: float = 0.0
+    judged: float = 0.0
     hits: float = 0.0
 
     def add_round(
@@ -148,19 +152,22 @@ class PlainRounds(Rounds):
     ) -> None:
         """hit: the chance that the next block would have been ready."""
         self.add(draft_ms + verify_ms + other_ms, tokens)
+        self.shown = MEMORY * self.shown + 1
         self.draft_ms = MEMORY * self.draft_ms + draft_ms
         self.verify_ms = MEMORY * self.verify_ms + verify_ms
+        self.other_ms = MEMORY * self.other_ms + other_ms
+        self.judged = TOKEN_MEMORY * self.judged + 1
         self.hits = TOKEN_MEMORY * self.hits + hit
 
     @property
     def hit_rate(self) -> float:
-        return self.hits / self.token_weight
+        return self.hits / self.judged
 
     def lane_times(self, measured: LaneTimes | None) -> LaneTimes:
         """These rounds, with each lane as much slower by itself as was `measured`; None: not."""
         slower = (1.0, 1.0) if measured is None else measured.slower
-        verify, draft = self.verify_ms / self.weight, self.draft_ms / self.weight
-        other = self.ms - verify - draft
+        verify, draft = self.verify_ms / self.shown, self.draft_ms / self.shown
+        other = self.other_ms / self.shown
         return LaneTimes(verify, draft, slower[0] * verify, slower[1] * draft, other)
 
 
