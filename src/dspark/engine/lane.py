@@ -12,8 +12,8 @@ The request's drafting stream stays with the caller. A batch draws from a copy o
 moves on when the answer is taken: numbers of drafts that nobody takes are drawn again, which is no
 harm, since nothing that was emitted depends on them.
 
-`InlineLane` drafts in the caller's own thread, at once: for tests, and inside the process of
-`lane_process.ProcessLane`, which is the one that gains time.
+`InlineLane` drafts in the caller's own thread, at once: for tests, and inside the two that gain
+time: `lane_process.ProcessLane` on CPU cores, `lane_thread.ThreadLane` on a device of its own.
 """
 
 from __future__ import annotations
