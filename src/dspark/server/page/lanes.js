@@ -3,7 +3,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const KEPT_MS = 10_000; // of the newest spans, which bounds what an answer remembers
 const MOST = 400; // and so many spans
-const PASS = 22; // pixels of a usual pass
+const PASS = 40; // pixels of a usual pass
 const WIDEST = 16_000; // pixels of the whole drawing
 const ROW = 18;
 const BAR = 14;
