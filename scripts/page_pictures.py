@@ -62,7 +62,7 @@ def ended(page: Page) -> None:
 def streaming(page: Page) -> None:
     """In the middle of an answer, some rounds of which have guessed in vain."""
     page.wait_for_function(
-        "document.querySelectorAll('#strip g').length > 28"
+        "document.querySelectorAll('#strip g').length > 24"
         " && document.querySelectorAll('#strip .rejected').length > 6",
         timeout=PATIENCE_MS,
     )
@@ -86,8 +86,8 @@ def pointed(page: Page) -> None:
 
 LIST = "List the seven days of the week, then list them again in reverse order."
 GROUPS: dict[tuple[str, ...], list[Shot]] = {
-    ("default", *GUESSING): [
-        Shot("page-light", "Why is the sky blue?", pointed, DESKTOP, {"max-tokens": "90"}, True),
+    (*NANO, *GUESSING): [
+        Shot("page-light", "Why is the sky blue?", pointed, DESKTOP, {"max-tokens": "120"}, True),
         Shot("page-dark", LIST, ended, {**DESKTOP, "color_scheme": "dark"}, {"max-tokens": "110"}),
         Shot("page-phone", "Why do cats purr?", ended, PHONE, {"max-tokens": "70"}),
         Shot("page-stream", "Write a short story about a lighthouse keeper.", streaming, DESKTOP,
