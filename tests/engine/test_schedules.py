@@ -235,6 +235,21 @@ def test_where_drafting_never_pays_the_engine_decodes_plainly(
     assert all(r.drafted for r in play(whole, [request(prompt, max_tokens=60)]).rounds["r"])
 
 
+def test_a_probe_drafts_for_the_youngest_text_alone(model: Decoder, texts: dict[Ids, Ids]) -> None:
+    steep = CostTable.fit({}, [(t, 0.0, 10.0 * t) for t in (1, 8)], [(1, 5, 50.0)], [(1, 0.1)])
+    scheduler = Scheduler(table=steep)
+    assert scheduler.gate is not None
+    level = scheduler.gate.lane(3)
+    level.enter("plain")
+    level.due = 4
+    engine = Engine(model, Doubter(OracleDrafter(texts, 5)), ByteTokenizer(), scheduler=scheduler)
+    played = play(engine, [request(p, str(i), max_tokens=16) for i, p in enumerate(prompts()[:3])])
+    drafting = {name: [bool(r.drafted) for r in rounds] for name, rounds in played.rounds.items()}
+    assert not any(drafting["0"][:6] + drafting["1"][:6])
+    assert drafting["2"][:6] == [False] * 4 + [True] * 2
+    assert all(played.ids(str(i)) == texts[p][:16] for i, p in enumerate(prompts()[:3]))
+
+
 # -- a drafter that fails, and much traffic --------------------------------------------------------
 
 

@@ -10,11 +10,16 @@ live rounds are timed by the very same clock readings, so the two can be compare
 Passes are measured in turns and not one count after the other, so that a neighbour's burst or a
 clock that changes its speed spreads over the whole curve; medians then drop single hiccups.
 
+*Coarse to fine.* Passes double from a single row until one is long, or as large as a pass can get.
+Beyond the last one the curve goes on with its slope, so it is not stopped before a pass takes twice
+as long as a single row: then rows cost what they cost, and larger passes would only take time.
+Behind that, in turns, come the long context, the smallest passes, the powers of two and, where a
+turn is short, both sides of every likely step.
+
 *The deadline.* Half of the seconds are for passes, the rest for rounds, and the clock is read
-before each of either. What matters most comes first: the ends of the curves, the powers of two, the
-long context, the rest. So a slow model gets a coarser table in the same time. What was begun is
-ended, and beyond the deadline there is only what no table can do without: two passes and two to
-warm up, and for one request and for the most a prompt and two rounds.
+before each of either. So a slow model gets a coarser table in the same time. What was begun is
+ended, and beyond the deadline there is only what no table can do without: the doubling passes, and
+for one request and for the most a prompt and two rounds.
 
 It needs an idle target and drafter, and leaves them idle. On a GPU, passes are timed as the engine
 times them: without waiting for the device.
@@ -52,12 +57,12 @@ OFF = "DSPARK_NO_PROFILE"
 SECONDS = 3.0
 LONG, LEAST = 1024, 128
 """Context of the long passes, as far as the slots hold it; shorter than LEAST tells only noise."""
-PROMPT = 8
+PROMPT = 2
 """Tokens in front of live rounds."""
 LARGEST = 512
 """Rows beyond which nothing is measured; the curve goes on with its slope there."""
-VERIFIED = 2
-"""Drafts checked while drafting is timed; about what schedules choose."""
+STOP = 1 / 16
+"""Share of the time for passes that one may take before they are not doubled any more."""
 TURNS = 7
 ROUNDS = 5
 PLAIN_ROUNDS, PLAIN_SECONDS = 20, 1.0
@@ -211,18 +216,27 @@ def _passes(
         target.forward(batch, drafter.feature_layers)
         return tokens, float(context), (clock() - start) * 1e3
 
-    for tokens in (1, limit):  # first uses pay for memory and kernels
-        probe(tokens, 0)
-    out = [probe(tokens, 0) for tokens in (limit, 1)]
+    longest = (deadline - clock()) * 1e3 * STOP
+    probe(1, 0)  # first uses pay for memory and kernels
+    out = [probe(1, 0)]
+    tokens, longest = 1, max(longest, 2 * out[0][2])
+    while tokens < limit:
+        tokens = min(2 * tokens, limit)
+        for _ in range(2):  # one long pass may be a hiccup
+            out.append(probe(tokens, 0))
+            if out[-1][2] <= longest or tokens == limit:
+                break
+        else:
+            limit = tokens
     between = [p for p in token_probes(limit) if 1 < p < limit]
-    powers = [p for p in between if p & (p - 1) == 0]
-    cells = [(p, 0) for p in powers]
+    coarse = [p for p in between if p < 8 or p & (p - 1) == 0]
+    cells = []
     if long >= LEAST:
-        cells += [(p, long) for p in (1, limit, *powers[len(powers) // 2 :][:1])]
-    cells += [(1, 0), (limit, 0)]
-    others = [(p, 0) for p in between if p not in powers]
+        cells += [(p, long) for p in (1, limit, *coarse[len(coarse) // 2 :][:1])]
+    cells += [(p, 0) for p in (*coarse, 1, limit)]
+    others = [(p, 0) for p in between if p not in coarse]
     # Single measurements of many counts would be worth less than two of some.
-    turn_seconds = out[0][2] / 1e3 * (len(cells) + len(others)) / 2
+    turn_seconds = out[-1][2] / 1e3 * (len(cells) + len(others)) / 2
     if clock() + 2 * turn_seconds < deadline:
         cells += others
     for cell in cells * TURNS:
@@ -264,9 +278,11 @@ def _rounds(
     most = target.num_slots
     levels = {1, most} | {2**i for i in range(1, most.bit_length()) if 2**i < most}
     for users in sorted(levels, key=lambda n: (n not in (1, most), n)):  # the ends first
-        if users not in (1, most) and clock() > deadline:
+        now = clock()
+        if users not in (1, most) and now > deadline:
             break
-        for r in _live(target, drafter, users, rng, lambda: clock() > deadline):
+        enough = now + (deadline - now) / 3
+        for r in _live(target, drafter, users, rng, lambda enough=enough: clock() > enough):
             other.append((users, r.other_ms))
             draft.append((users, drafter.cap, r.draft_ms))
     return (draft if drafter.cap else []), other
@@ -288,7 +304,7 @@ def _live(
         drafter,
         _NoText(),
         prefill_chunk=users * length,  # all at once: every round behind it has all requests
-        scheduler=Scheduler(f"static:{VERIFIED}"),
+        scheduler=Scheduler("static:0"),  # drafts are timed, passes have been
         on_round=lambda r: rounds.append(r) if r.request_id == "0" and r.index else None,
     )
     params = SamplingParams(max_tokens=target.max_context, ignore_eos=True)

@@ -72,6 +72,9 @@ class Lane:
     lost: float = 0.0
     """Plain rounds that this probe has cost so far."""
     wait: int = FIRST_WAIT // 2
+    """Doubled by every closing."""
+    due: int = 0
+    """Plain rounds until the next probe: `wait`, or more if the last one was dear."""
     switches: int = 0
 
     @property
@@ -104,7 +107,7 @@ class Gate:
     def should_draft(self, requests: int) -> bool:
         """Whether the coming round of `requests` drafts. Asking changes nothing."""
         lane = self.lane(requests)
-        return lane.mode != "plain" or lane.rounds >= lane.wait
+        return lane.mode != "plain" or lane.rounds >= lane.due
 
     def asks(self, requests: int) -> int:
         """Of how many: all, one in a probe, or none."""
@@ -170,9 +173,8 @@ class Gate:
 
     @staticmethod
     def _close(lane: Lane) -> None:
-        lane.wait = 2 * lane.wait
+        lane.due = lane.wait = min(2 * lane.wait, LONGEST_WAIT)
         if lane.mode == "probing":
-            lane.wait = max(lane.wait, round(lane.lost / PROBING))
+            lane.due = min(max(lane.wait, round(lane.lost / PROBING)), LONGEST_WAIT)
             lane.switches -= 1  # a failed probe is no switch
-        lane.wait = min(lane.wait, LONGEST_WAIT)
         lane.enter("plain")
