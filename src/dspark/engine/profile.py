@@ -281,11 +281,15 @@ def _rounds(
         now = clock()
         if users not in (1, most) and now > deadline:
             break
-        enough = now + (deadline - now) / 3
-        for r in _live(target, drafter, users, rng, lambda enough=enough: clock() > enough):
+        late = _after(now + (deadline - now) / 3, clock)
+        for r in _live(target, drafter, users, rng, late):
             other.append((users, r.other_ms))
             draft.append((users, drafter.cap, r.draft_ms))
     return (draft if drafter.cap else []), other
+
+
+def _after(moment: float, clock: Clock) -> Callable[[], bool]:
+    return lambda: clock() > moment
 
 
 def _live(
