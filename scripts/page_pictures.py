@@ -61,11 +61,8 @@ def ended(page: Page) -> None:
 
 def streaming(page: Page) -> None:
     """In the middle of an answer, some rounds of which have guessed in vain."""
-    page.wait_for_function(
-        "document.querySelectorAll('#strip g').length > 24"
-        " && document.querySelectorAll('#strip .rejected').length > 6",
-        timeout=PATIENCE_MS,
-    )
+    for what in ("g", ".rejected"):
+        page.wait_for_selector(f"#strip {what} >> nth=19", state="attached", timeout=PATIENCE_MS)
 
 
 def reasoned(page: Page) -> None:

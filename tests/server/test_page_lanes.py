@@ -47,10 +47,10 @@ def test_two_rows_with_their_idle_time(browser: Browser, width: int, scheme: Any
         ended(page)
         page.wait_for_selector("#lanes", state="visible")
         bars = page.locator("#timeline rect")
-        page.wait_for_function("document.querySelectorAll('#timeline .verify').length > 3")
+        rounds = int(page.inner_text("#rounds"))
+        page.wait_for_selector(f"#timeline .verify >> nth={rounds - 1}", state="attached")
         kinds = set(bars.evaluate_all("all => all.map(e => e.getAttribute('class'))"))
         assert kinds == {"verify", "fresh", "hit", "miss"}
-        rounds = int(page.inner_text("#rounds"))
         assert page.locator("#timeline .verify").count() == rounds
         rows = bars.evaluate_all(
             "all => all.map(e => [e.getAttribute('class') === 'verify', e.getBBox().y < 18])"
