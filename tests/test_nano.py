@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from scipy.stats import chisquare
 
 from dspark.bench.prompts import load_prompts
 from dspark.llm import LLM
+from dspark.models.target import Segment, pack
 from dspark.types import Output, SamplingParams
 
 NANO = Path(__file__).parents[1] / "checkpoints" / "deepseek-v4-nano"
@@ -64,3 +67,44 @@ def test_a_sampled_text_keeps_its_seed_in_company(llm: LLM, prompts: list[tuple[
     together = llm.generate(prompts[:3], params)
     alone = [llm.generate([p], params)[0] for p in prompts[:3]]
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+@pytest.mark.parametrize("drafter", ["mtp1", "dspark"])
+def test_sampled_tokens_follow_the_models_law(
+    llm: LLM, prompts: list[tuple[int, ...]], drafter: str
+) -> None:
+    """Chi-square of the first three tokens at temperature 1, each one of the model's best two."""
+    n, prompt = 300, prompts[0]
+    likely = two_best(llm, prompt)
+    llm.set_drafter(drafter, whole_drafts=True)
+    params = [
+        SamplingParams(max_tokens=4, temperature=1.0, top_k=2, ignore_eos=True, seed=s)
+        for s in range(n)
+    ]
+    outputs = llm.generate([prompt] * n, params)
+    assert sum(o.stats.accepted for o in outputs) > n / 2, "drafts decided over tokens"
+    counts = Counter(o.token_ids[:3] for o in outputs)
+    assert counts.keys() <= likely.keys()
+    cells = [(counts[path], n * p) for path, p in likely.items() if n * p >= 5]
+    rest = n - sum(seen for seen, _ in cells), n - sum(wanted for _, wanted in cells)
+    if rest[1] > 1:
+        cells.append(rest)
+    seen, wanted = zip(*cells, strict=True)
+    assert len(cells) >= 4
+    assert chisquare(seen, [w * n / sum(wanted) for w in wanted]).pvalue > 1e-4
+
+
+def two_best(llm: LLM, prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """Every path of three tokens among the two best, and its probability."""
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer: dict[tuple[int, ...], float] = {}
+        for path, p in paths.items():
+            batch = pack([Segment(0, 0, (*prompt, *path), 1)])
+            best = llm.target.forward(batch).logits[0].topk(2)
+            for token, q in zip(
+                best.indices.tolist(), best.values.softmax(0).tolist(), strict=True
+            ):
+                longer[*path, token] = p * q
+        paths = longer
+    return paths
