@@ -56,7 +56,7 @@ def llm(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
             drafter.sizes_drafts = sizes
             return drafter
 
-        monkeypatch.setattr("dspark.llm.build", build)
+        monkeypatch.setattr("dspark.engine.placement.build", build)
         if table is not None:
             found = profile.Costs(table, "as given")
             monkeypatch.setattr(profile, "obtain", lambda *_: found)

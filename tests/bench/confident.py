@@ -79,6 +79,9 @@ class ConfidentLLM(LLM):
         self.pipeline, self.pipeline_reason = "off", ""
         self._engine = Engine(self.target, drafter, self.tokenizer, scheduler=Scheduler("all"))
 
+    def _renew_engine(self, always: bool = False) -> None:
+        """There is one lane."""
+
     @property
     def drafter_folder(self) -> Path | None:
         return Path(self.drafter_name) if Path(self.drafter_name).is_dir() else None

@@ -49,6 +49,9 @@ class LoadLLM(LLM):
         scheduler = Scheduler(self.verify)
         self._engine = Engine(self.target, drafter, self.tokenizer, scheduler=scheduler)
 
+    def _renew_engine(self, always: bool = False) -> None:
+        """There is one lane."""
+
     def encode_prompt(self, prompt: Any, raw: bool = False) -> tuple[int, ...]:
         return tuple(prompt.encode())
 

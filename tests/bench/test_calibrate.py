@@ -125,7 +125,7 @@ def test_a_second_fit_replaces_the_first_and_does_not_stack(
     directory = str(tiny_directory(tmp_path / "model"))
     llm = LLM(directory, dtype="int8", drafter="none", max_context=128)
     llm_ids = llm.encode_prompt
-    monkeypatch.setattr("dspark.llm.build", build)
+    monkeypatch.setattr("dspark.engine.placement.build", build)
     weights = tmp_path / "drafter"
     weights.mkdir()
     config = CalibrateConfig(str(weights), temperature=0.0, max_tokens=40)

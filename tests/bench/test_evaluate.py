@@ -63,6 +63,9 @@ class SmallLLM(LLM):
         self.drafter_name, self.asked = name, num_draft_tokens
         self._engine = Engine(self.target, self._makers[name](self.target), self.tokenizer)
 
+    def _renew_engine(self, always: bool = False) -> None:
+        """There is one lane."""
+
     def encode_prompt(self, prompt: Any, raw: bool = False) -> tuple[int, ...]:
         return tuple(prompt.encode())
 
