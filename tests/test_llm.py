@@ -17,6 +17,7 @@ import pytest
 import dspark
 from dspark import LLM, Chunk, Output, SamplingParams
 from dspark.bench.prompts import BUILTIN, load_prompts
+from dspark.engine.choice import calibration_in
 from dspark.engine.profile import Costs
 from dspark.errors import (
     CheckpointError,
@@ -305,10 +306,10 @@ def test_auto_weighs_acceptance_against_costs(
     assert llm.drafter_name == name and why in llm.drafter_reason
 
 
-def test_a_calibration_beside_the_weights_is_found(llm: LLM, tmp_path: Path) -> None:
-    assert llm._calibration("ngram") is None and llm._calibration(str(tmp_path)) is None
+def test_a_calibration_beside_the_weights_is_found(tmp_path: Path) -> None:
+    assert calibration_in(None) is None and calibration_in(tmp_path) is None
     Calibration((2.0, 1.5)).save(tmp_path / "calibration.json")
-    assert llm._calibration(str(tmp_path)) == Calibration((2.0, 1.5))
+    assert calibration_in(tmp_path) == Calibration((2.0, 1.5))
 
 
 def test_ways_to_verify(llm: LLM) -> None:

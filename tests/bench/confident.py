@@ -60,6 +60,7 @@ class ConfidentLLM(LLM):
         self.tokenizer = ByteTokenizer()  # type: ignore[assignment]
         self.model_name, self.dtype, self.device, self._count = "chain", "fp32", "cpu", 0
         self.dtype_reason, self.threads, self.asked = "", 1, {}
+        self.draft_device = None
         self.set_drafter("none")
 
     def set_drafter(self, name: str, num_draft_tokens: int | None = None, **asked: Any) -> None:

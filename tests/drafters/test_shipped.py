@@ -9,6 +9,7 @@ import pytest
 
 from dspark.bench.prompts import load_prompts
 from dspark.drafters.trained import shipped
+from dspark.engine.choice import calibration_in
 from dspark.llm import LLM
 from dspark.types import Output, SamplingParams
 
@@ -46,7 +47,7 @@ def test_the_best_is_the_default(llm: LLM) -> None:
     assert tuple(shipped(MODEL)) == NAMES
     llm.set_drafter("auto")
     assert llm.drafter_name == "dspark" and MODEL in llm.drafter_reason
-    assert llm._calibration("dspark") is not None
+    assert calibration_in(llm.drafter_folder) is not None
 
 
 def test_the_text_is_the_models(plain: list[Output], drafted: tuple[str, list[Output]]) -> None:

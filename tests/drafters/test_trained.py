@@ -257,11 +257,11 @@ def test_mtp_rows_are_those_of_one_long_prefill() -> None:
     engine.submit(request(PROMPTS[1], max_tokens=20))
     while engine.has_work:
         engine.step()
-        engine.drafter.propose([])  # its rows wait no longer
         sequences = engine._running
         if not sequences or sequences[0].in_prefill:
             continue
         s = sequences[0]
+        engine.drafter.propose([context(s.tokens, s.slot)])  # its rows wait no longer
         fresh = tiny_drafters.drafter(model, "mtp", num_draft_tokens=3)
         assert isinstance(fresh, MtpDrafter)
         other = target()

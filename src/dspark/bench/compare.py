@@ -52,7 +52,7 @@ class BenchConfig:
     """`none` is added in front when missing."""
     num_draft_tokens: int | None = None
     """Cap of a block; None leaves each drafter its own default."""
-    pipeline: tuple[str, ...] = ("off",)
+    pipeline: tuple[str, ...] = ("auto",)
     """Modes in which each drafter takes part."""
     verify: str = "auto"
     """How much of each draft is checked, as `LLM` takes it."""
