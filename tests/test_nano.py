@@ -105,7 +105,7 @@ def two_best(llm: LLM, prompt: tuple[int, ...]) -> dict[tuple[int, ...], float]:
             batch = pack([Segment(0, 0, (*prompt, *path), 1)])
             best = llm.target.forward(batch).logits[0].topk(2)
             for token, q in zip(
-                best.indices.tolist(), best.values.softmax(0).tolist(), strict=True
+                best.indices.tolist(), best.values.double().softmax(0).tolist(), strict=True
             ):
                 longer[*path, token] = p * q
         paths = longer
