@@ -321,9 +321,6 @@ def serving(llm: LLM, queue: int) -> Iterator[Served]:
         listener.close()
 
 
-# -- what the library says -------------------------------------------------------------------------
-
-
 def alone(llm: LLM, plan: Plan) -> dict[int, str]:
     """What each choice of a request is when the library writes it without company."""
     body: ChatRequest | CompletionRequest
@@ -361,9 +358,7 @@ def soak(llm: LLM, options: argparse.Namespace) -> Findings:
         if served.worker.failure is not None:
             found.unexpected.append(f"the engine ended: {served.worker.failure!r}")
     llm.engine.on_round = None  # the server is gone
-    for number, said in sorted(texts.items()):
-        if alone(llm, work[number]) != said:
-            found.differing.append(number)
+    found.differing += [n for n, said in sorted(texts.items()) if alone(llm, work[n]) != said]
     return found
 
 
@@ -391,8 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun = time.perf_counter()
     found = soak(llm, options)
     problems = found.problems(options.growth)
-    for line in problems:
-        print(line, file=sys.stderr)
+    sys.stderr.write("".join(f"{line}\n" for line in problems))
     said = {"ok": not problems, **vars(options), "model": llm.model_name,
             "seconds": round(time.perf_counter() - begun, 1), **dataclasses.asdict(found),
             "problems": problems}  # fmt: skip
