@@ -5,10 +5,18 @@
         --tokens 100000000 --temperatures 0,0.3 --max-tokens 160 --batch 96
     python scripts/nano_text.py keep runs/nano-words/text.jsonl OTHER.jsonl.gz --out TEXT.jsonl.gz
 
+    python scripts/nano_text.py ask --short runs/nano-short.jsonl
+    dspark text default --prompts runs/nano-short.jsonl --out runs/nano-sentences \\
+        --tokens 100000000 --temperatures 0 --max-tokens 48 --batch 96
+    python scripts/nano_text.py keep --short runs/nano-sentences/text.jsonl --out TEXT.jsonl.gz
+
 Twelve million parameters and some hundred thousand tokens are enough for one manner of speaking,
 not for a language. So the questions are plain and much alike, every template with every subject,
 shuffled. Answers that repeat themselves or hold markup are dropped, as are long ones, those to long
 questions and those at temperature 1; what was cut off ends with its last whole sentence.
+
+`--short` asks for one sentence each. The request for brevity is not kept, so the model learns to be
+brief unasked; some sentences on one subject, joined, answer questions that want more.
 """
 
 from __future__ import annotations
@@ -57,6 +65,65 @@ rice,running,sadness,safety,salt,sand,school work,science,silence,silver,singing
 soap,soup,space,sport,sugar,sunlight,swimming,tea,teamwork,technology,time,traffic,travel,
 trust,walking,water,weather,wind,wood,wool,work,writing
 """
+MORE_COUNTED = """
+accident,actor,adult,airport,alarm,anchor,angel,animal,ant,apartment,aquarium,armchair,army,arrow,
+artist,athlete,attic,aunt,author,badge,bag,baker,balcony,balloon,bandage,barber,barn,barrel,bath,
+battery,bell tower,belt,bench,blanket,blender,boot,bowl,bracelet,brain,branch,brick,broom,brush,
+bucket,builder,bull,button,cabin,cable,cactus,calendar,canal,candle holder,canoe,captain,carpet,
+carrot,cave,chain,cheetah,chef,choir,cinema,clown,coach,coin,comb,comet,compass,concert,cookie,
+corner,costume,cottage,cousin,crab,crane,crayon,cricket,crocodile,crow,cupboard,curtain,cushion,
+daughter,dentist,diamond,diary,dictionary,donkey,doorbell,driver,drawer,ear,earthquake,engine,
+engineer,envelope,eraser,eye,factory,fan,farmhouse,father,fence,ferry,finger,firefighter,fisherman,
+flute,foot,fork,fountain,friendship bracelet,fridge,gardener,gate,ghost,glove,goose,grape,
+grandfather,greenhouse,guest,gymnasium,hamster,hand,harbour,hat shop,hawk,heart,hedgehog,helicopter,
+helmet,hen,hero,hive,hobby,hut,insect,iron,jar,jewel,judge,juggler,jungle,kettle,keyboard,king's
+crown,kitten,lamb,lantern,lawyer,leader,leopard,lift,lizard,lock,magician,magnet,mailbox,mask,mat,
+mayor,meadow,mechanic,medal,melon,mill,miner,moon,mosque,moth,mother,motorbike,movie,mushroom,
+musician,necklace,needle,net,nose,notebook,number,nut,oak,octopus,olive,onion,orchard,orchestra,
+oven,ox,oyster,paintbrush,palace,pan,panda,parachute,parade,parent,parrot,passenger,passport,path,
+peach,peacock,pear,pebble,pen,pepper,pet,photograph,picnic,pie,pig,pigeon,pillow,pin,pine tree,pipe,
+pizza,plate,playground,plum,pocket,poet,police officer,pony,postman,pot,priest,prince,princess,
+prison,prize,puddle,pumpkin,puppet,puppy,purse,puzzle,pyramid,quilt,rat,raven,recipe,refrigerator,
+relative,ribbon,rope,ruler,saddle,salad,salmon,scarf,scientist,seal,seed,shadow,shark,shelf,shell,
+shepherd,shoulder,shovel,singer,sink,skeleton,sky,sledge,snail,snowman,soldier,son,soup bowl,spade,
+sparrow,sponge,squid,stadium,stair,statue,stool,stove,strawberry,stream,submarine,suitcase,sun,
+surgeon,swan,sweater,swimmer,swing,sword,tailor,tank,taxi,teapot,temple,tent,thief,thread,throne,
+thumb,tie,toad,toaster,tooth,torch,towel,tractor,traveller,treasure,truck driver,trumpet,tunnel,
+twin,tyre,valley,van,vase,vet,visitor,wagon,waiter,waterfall,wave,wedding,well,whistle,witch,wizard,
+woman,worker,workshop,worm,wound,yard,yacht
+"""
+MORE_UNCOUNTED = """
+advice,anger,applause,archery,baseball,basketball,biology,boredom,business,camping,chemistry,
+clay,coal,comfort,communication,confidence,copper,cycling,darkness,dust,economics,faith,fame,fashion,
+fear,fishing,flour,fog,fun,furniture,geography,grammar,gratitude,guilt,hair,hockey,hunger,imagination,
+information,iron,jam,jealousy,jewellery,joy,juice,justice,knitting,lightning,literature,loneliness,
+luggage,marriage,moonlight,mud,news,noise,pasta,pepper,philosophy,photography,plastic,poverty,pride,
+progress,research,respect,sailing,seafood,shopping,skiing,smoke,steel,sewing,tennis,thunder,
+truth,vinegar,violence,wealth,wisdom,yoghurt,youth
+"""
+SHORT = (
+    "What is {a}?",
+    "Why is {a} important?",
+    "What do people like about {a}?",
+    "How can {a} help me?",
+    "Describe {a} in simple words.",
+    "What makes {a} special?",
+    "Write a simple sentence about {a}.",
+    "What can I learn from {a}?",
+    "What is the difference between {a} and {b}?",
+)
+BRIEFLY = " Answer in one short sentence."
+LONG = (
+    "Tell me about {a}.",
+    "Explain to a child what {a} is.",
+    "Say something about {a}.",
+    "Write a short text about {a}.",
+    "What do you know about {a}?",
+)
+SENTENCES = 3
+LONGEST_SENTENCE = 240
+"""Characters."""
+UNWANTED = re.compile(r"\n|\"|\bAI\b|\bI'?m?\b|\d|[.!?] ")
 TEMPLATES = (
     "What is {a}?",
     "Tell me about {a}.",
@@ -81,23 +148,25 @@ TEMPLATES = (
 )
 
 
-def subjects() -> list[str]:
-    counted = [f"an {w}" if w[0] in "aeiou" else f"a {w}" for w in _words(COUNTED)]
-    return counted + _words(UNCOUNTED)
+def subjects(more: bool = False) -> list[str]:
+    words = _words(COUNTED) + (_words(MORE_COUNTED) if more else [])
+    counted = [f"an {w}" if w[0] in "aeiou" else f"a {w}" for w in words]
+    return counted + _words(UNCOUNTED) + (_words(MORE_UNCOUNTED) if more else [])
 
 
 def _words(lines: str) -> list[str]:
-    return lines.replace("\n", "").split(",")
+    return lines.strip().replace(",\n", ",").replace("\n", " ").split(",")
 
 
-def prompts(count: int, seed: int) -> list[str]:
+def prompts(count: int, seed: int, short: bool = False) -> list[str]:
     draw = random.Random(seed)
-    every = [(t, s) for t in TEMPLATES for s in subjects()]
+    known = subjects(short)
+    every = [(t, s) for t in (SHORT if short else TEMPLATES) for s in known]
     draw.shuffle(every)
     found = []
     for template, subject in every[:count]:
-        other = draw.choice([s for s in subjects() if s != subject])
-        found.append(template.format(a=subject, b=other))
+        other = draw.choice([s for s in known if s != subject])
+        found.append(template.format(a=subject, b=other) + (BRIEFLY if short else ""))
     return found
 
 
@@ -115,10 +184,36 @@ def whole(row: dict[str, Any]) -> str | None:
     return answer if plain and not repetitive else None
 
 
-def keep(files: list[Path], out: Path) -> str:
+def sentences(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Rows of single sentences, and after them rows that join some on the same subject."""
+    draw = random.Random(seed)
+    kept = []
+    about: dict[str, list[str]] = {}
+    asked = {t.format(a=s, b=""): s for t in SHORT if "{b}" not in t for s in subjects(True)}
+    for row in rows:
+        question, answer = row["prompt"].removesuffix(BRIEFLY), row["answer"]
+        good = row["finish_reason"] == "stop" and len(answer) <= LONGEST_SENTENCE
+        if not good or not answer.endswith(".") or UNWANTED.search(answer):
+            continue
+        kept.append({"prompt": question, "answer": answer})
+        if question in asked:
+            about.setdefault(asked[question], []).append(answer)
+    for subject, answers in about.items():
+        different = sorted(set(answers))
+        for template in draw.sample(LONG, 2) if len(different) >= SENTENCES else ():
+            text = " ".join(draw.sample(different, SENTENCES))
+            kept.append({"prompt": template.format(a=subject), "answer": text})
+    draw.shuffle(kept)
+    return [{**row, "temperature": 0.0, "finish_reason": "stop"} for row in kept]
+
+
+def keep(files: list[Path], out: Path, short: bool, seed: int) -> str:
     rows = list(read_rows([str(f) for f in files]))
-    kept = [{"prompt": r["prompt"], "answer": a, "temperature": r["temperature"],
-             "finish_reason": "stop"} for r in rows if (a := whole(r))]  # fmt: skip
+    if short:
+        kept = sentences(rows, seed)
+    else:
+        kept = [{"prompt": r["prompt"], "answer": a, "temperature": r["temperature"],
+                 "finish_reason": "stop"} for r in rows if (a := whole(r))]  # fmt: skip
     text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept)
     part = out.with_name(f".{out.name}.part")
     part.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
@@ -132,15 +227,17 @@ def main() -> None:
     asks = verbs.add_parser("ask", help="write the questions")
     asks.add_argument("out", type=Path)
     asks.add_argument("--count", type=int, default=10**6, help="at most templates times subjects")
-    asks.add_argument("--seed", type=int, default=0)
     keeps = verbs.add_parser("keep", help="keep the good answers")
     keeps.add_argument("files", type=Path, nargs="+")
     keeps.add_argument("--out", type=Path, required=True)
+    for verb in (asks, keeps):
+        verb.add_argument("--short", action="store_true", help="answers of one sentence each")
+        verb.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     if a.verb == "keep":
-        print(keep(a.files, a.out))
+        print(keep(a.files, a.out, a.short, a.seed))
         return
-    rows = "".join(json.dumps({"prompt": t}) + "\n" for t in prompts(a.count, a.seed))
+    rows = "".join(json.dumps({"prompt": t}) + "\n" for t in prompts(a.count, a.seed, a.short))
     a.out.parent.mkdir(parents=True, exist_ok=True)
     a.out.write_text(rows, encoding="utf-8")
     print(f"{a.out}: {rows.count(chr(10))} prompts")

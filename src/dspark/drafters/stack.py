@@ -25,6 +25,7 @@ from dspark.drafters.layers import DraftLayer, RMSNorm, Rotary, Span
 from dspark.models.int8 import Int8Decoder, unsupported
 from dspark.models.kernel_stack import KernelStack
 from dspark.models.native import library
+from dspark.models.tables import lazy_zeros
 from dspark.models.target import Shared
 
 Rows = Sequence[tuple[Tensor, Tensor]]
@@ -69,9 +70,8 @@ class ModuleStack:
     ) -> None:
         shape = (config.num_layers, target.num_slots, target.max_context, config.num_kv_heads,
                  config.head_dim)  # fmt: skip
-        # NumPy's zeros are the operating system's: memory is taken when a position is written.
         self.keys, self.values = (
-            torch.from_numpy(np.zeros(shape, np.float32)).to(target.device) for _ in range(2)
+            torch.from_numpy(lazy_zeros(shape, np.float32)).to(target.device) for _ in range(2)
         )
         self.lengths = [0] * target.num_slots
         self._layers, self._rotary = layers, rotary

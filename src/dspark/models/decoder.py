@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dspark.models.config import DecoderConfig
 from dspark.models.rope import inverse_frequencies
+from dspark.models.tables import lazy_zeros
 from dspark.models.target import Batch, Linear, TargetOutput
 from dspark.models.weights import WeightSource
 
@@ -165,10 +166,9 @@ class TorchDecoder(Decoder):
                     k_norm=get(p + "self_attn.k_norm.weight") if config.qk_norm else None,
                 )
             )
-        # Keys and values of all layers; zeros, because a masked NaN stays a NaN. NumPy's zeros are
-        # the operating system's: memory is taken when a position is first written.
+        # Keys and values of all layers; zeros, because a masked NaN stays a NaN.
         shape = (config.num_layers, 2, num_slots, max_context, config.num_kv_heads, config.head_dim)
-        words = np.zeros(shape, np.float32 if dtype == torch.float32 else np.int16)
+        words = lazy_zeros(shape, np.float32 if dtype == torch.float32 else np.int16)
         self.kv = torch.from_numpy(words).view(dtype).to(device)
 
     def embed(self, tokens: Tensor) -> Tensor:

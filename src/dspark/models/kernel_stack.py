@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dspark.models.native import library
+from dspark.models.tables import lazy_zeros
 from dspark.models.weights import BLOCK
 
 KEY_GROUP = 8
@@ -55,8 +56,7 @@ class KernelStack:
         self._layers = (library.Layer * len(layers))(*layers)
         self._rows = -(-max_context // 32) * 32  # the kernels read keys 32 at a time
         shape = (len(layers), num_slots, c.num_kv_heads, self._rows, c.head_dim)
-        # Zeroed by the operating system page by page: a long context costs memory when it is used.
-        self.keys, self.values = (np.zeros(shape, np.float32) for _ in range(2))
+        self.keys, self.values = (lazy_zeros(shape, np.float32) for _ in range(2))
 
     def begin(
         self, positions: Tensor, slots: Tensor, ends: Tensor, cos: Tensor, sin: Tensor, x_ND: Tensor

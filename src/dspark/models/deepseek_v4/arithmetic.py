@@ -26,6 +26,7 @@ from dspark.errors import CheckpointError, ConfigError, ResourceError
 from dspark.models.deepseek_v4 import kernels
 from dspark.models.int8 import PackedLinear, quantise
 from dspark.models.native import library
+from dspark.models.tables import lazy_zeros
 from dspark.models.weights import BLOCK, WeightSource
 
 
@@ -176,10 +177,9 @@ class Arithmetic:
         return Grouped(w, [self.map(part) for part in w.chunk(groups)])
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A table of zeros. NumPy's are the operating system's: memory is taken when a row is
-        first written, so long contexts cost nothing until they are used."""
+        """A table of zeros, which costs memory where it is written.""" ""
         dtype = dtype or self.dtype
-        words = np.zeros(shape, np.float32 if dtype == torch.float32 else np.int16)
+        words = lazy_zeros(shape, np.float32 if dtype == torch.float32 else np.int16)
         return torch.from_numpy(words).view(dtype).to(self.device)
 
 
