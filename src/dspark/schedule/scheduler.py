@@ -25,9 +25,12 @@ plain rounds, too (taking in features to stay up to date) belongs to `other` in 
 rounds look cheaper than they are.
 
 Without a table nothing adapts to costs: a straight line stands in, the gate stays open, and
-`adapts` says so. A drafter without confidences is judged by the acceptance of past rounds, at each
-position the same for all; that makes even `threshold` depend on the company. The gate closes only
-under schedulers that weigh costs: whoever asks for `static:4` gets it.
+`adapts` says so. With one, confidences are corrected by what came of them (`honesty`); whether they
+drifted from their calibration is told by the uncorrected ones.
+
+A drafter without confidences is judged by the acceptance of past rounds, at each position the same
+for all; that makes even `threshold` depend on the company. The gate closes only under schedulers
+that weigh costs: whoever asks for `static:4` gets it.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from dspark.schedule.admission import Drafts
 from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
 from dspark.schedule.gate import Gate
+from dspark.schedule.honesty import Honesty
 from dspark.schedule.monitor import Acceptance, Drift, LiveCost, Times
 from dspark.schedule.overlap import PlainRounds
 from dspark.schedule.policy import DEFAULT, Load, Plan, parse
@@ -67,7 +71,8 @@ class Scheduler:
         self.drift = Drift(() if calibration is None else calibration.ece_after)
         self.acceptance = Acceptance()
         self._plain = plain
-        self._round: tuple[Drafts, Plan, Load, bool] | None = None
+        self.honesty = None if self.gate is None else Honesty()
+        self._round: tuple[Drafts, Drafts, Plan, Load, bool] | None = None
 
     @property
     def adapts(self) -> bool:
@@ -99,7 +104,8 @@ class Scheduler:
         if not any(counts):  # many rounds are plain, and must cost no more than plain ones
             n = len(keys)
             plan = Plan((0,) * n, (0.0,) * n)
-            self._round = (Drafts.none(keys), plan, load, False)
+            nothing = Drafts.none(keys)
+            self._round = (nothing, nothing, plan, load, False)
             return plan
         flags = pinned or [False] * len(keys)
         filled: list[Sequence[float]] = []
@@ -113,15 +119,16 @@ class Scheduler:
                 filled.append(self.acceptance.confidence(count))
             judged &= confidence is not None or not count
         temperatures = self.calibration.temperatures if self.calibration and judged else None
-        drafts = Drafts.of(keys, filled, pinned=flags, temperatures=temperatures)
+        claimed = Drafts.of(keys, filled, pinned=flags, temperatures=temperatures)
+        drafts = claimed if self.honesty is None else self.honesty.applied(claimed)
         plan = self.policy.plan(drafts, load)
-        self._round = (drafts, plan, load, judged)
+        self._round = (claimed, drafts, plan, load, judged)
         return plan
 
     def observe(self, accepted: Sequence[int], times: Times) -> None:
         """The planned round is over: accepted drafts [R] of each request, and what it took."""
         assert self._round is not None, "plan comes before observe"
-        drafts, plan, load, judged = self._round
+        claimed, drafts, plan, load, judged = self._round
         self._round = None
         requests = len(drafts)
         if not requests:
@@ -131,7 +138,9 @@ class Scheduler:
         if self._plain is not None and requests == 1 and not load.extra_rows:
             self._remember(self._plain, int(drafts.counts[0]), plan.lengths[0], accepted[0], times)
         if judged:
-            self.drift.observe(drafts.survival, plan.lengths, accepted)
+            self.drift.observe(claimed.survival, plan.lengths, accepted)
+            if self.honesty is not None:
+                self.honesty.observe(drafts, plan.lengths, accepted)
         if self.cost is None:
             return
         base = requests + load.extra_rows
