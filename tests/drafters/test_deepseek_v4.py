@@ -202,6 +202,23 @@ def test_company_changes_no_proposal(kind: CarriedDrafter, model: DeepseekV4) ->
         assert one.tokens == many[slot].tokens
 
 
+def test_a_shorter_block_is_that_of_a_drafter_made_for_it(
+    kind: CarriedDrafter, model: DeepseekV4
+) -> None:
+    whole = tiny_v4.drafter(model, kind, 3)
+    several, wanted = [list(tokens(n, seed=n)) for n in (3, 40, 11)], (2, None, 1)
+    contexts = []
+    for slot, (ids, k) in enumerate(zip(several, wanted, strict=True)):
+        feed(model, whole, ids[:-1], 100, slot)
+        contexts.append(DraftContext(slot, ids, SamplingParams(), 99, streams(3)[0], block=k))
+    drafts = whole.propose(contexts)
+    for slot, (ids, k) in enumerate(zip(several, wanted, strict=True)):
+        alone = tiny_v4.drafter(model, kind, k or 3)
+        feed(model, alone, ids[:-1], 100, slot)
+        one = alone.propose([DraftContext(slot, ids, SamplingParams(), 99, streams(3)[0])])[0]
+        assert drafts[slot].tokens == one.tokens and len(one) == (k or 3)
+
+
 def test_room_cuts_each_draft_by_itself(kind: CarriedDrafter, model: DeepseekV4) -> None:
     drafter = tiny_v4.drafter(model, kind, 3)
     ids = list(tokens(20))

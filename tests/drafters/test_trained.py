@@ -196,6 +196,25 @@ def test_company_changes_no_proposal(form: str) -> None:
         assert one.tokens == many[slot].tokens
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_shorter_block_is_that_of_a_drafter_made_for_it(form: str) -> None:
+    model = target()
+    whole = tiny_drafters.drafter(model, form, num_draft_tokens=4)
+    texts = [[(i * k) % 257 for i in range(12 + 5 * k)] for k in range(1, 4)]
+    wanted = (2, None, 1)
+    for slot, tokens in enumerate(texts):
+        feed(model, whole, tokens[:-1], 100, slot)
+    contexts = [
+        replace(context(t, slot), block=k)
+        for slot, (t, k) in enumerate(zip(texts, wanted, strict=True))
+    ]
+    drafts = whole.propose(contexts)
+    for slot, (tokens, k) in enumerate(zip(texts, wanted, strict=True)):
+        alone = tiny_drafters.drafter(model, form, num_draft_tokens=k or 4)
+        feed(model, alone, tokens[:-1], 100, slot)
+        assert drafts[slot].tokens == alone.propose([context(tokens, slot)])[0].tokens
+
+
 def test_room_cuts_each_draft_by_itself() -> None:
     model = target()
     for form in ("vanilla", "mtp"):

@@ -80,7 +80,7 @@ class OracleDrafter(Drafter):
         spoilt = self._right(n, self._rows[prompt])
         if spoilt < len(guess):
             guess[spoilt] = (guess[spoilt] + 1) % self._vocab_size
-        return Draft(tuple(guess))
+        return Draft(tuple(guess[: c.length(self._block)]))
 
     def release(self, slot: int) -> None:
         self._prompts.pop(slot, None)
@@ -102,7 +102,7 @@ class SampledDrafter(Drafter):
         out = []
         for c in contexts:
             walk = [c.tokens[-1]]
-            for _ in range(min(self._block, c.max_tokens)):
+            for _ in range(min(c.length(self._block), c.max_tokens)):
                 walk.append(draw(self._drawn[walk[-1]], c.rng.random()))
             out.append(Draft(tuple(walk[1:]), self._said[walk[:-1]]))
         return out

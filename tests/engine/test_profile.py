@@ -39,7 +39,8 @@ def test_a_measured_table_and_an_idle_drafter_behind_it(model: Decoder, form: st
     drafter = tiny_drafters.drafter(model, form)
     measured = profile.measure(model, drafter, NAME, 0.2)
     assert 1 < measured.max_tokens <= 4 * (drafter.cap + 1)
-    assert [block for block, _ in measured.draft] == [drafter.cap]
+    lengths = [block for block, _ in measured.draft]
+    assert lengths[-1] == drafter.cap and set(lengths) <= {drafter.cap // 2, drafter.cap}
     assert measured.draft_ms(1, drafter.cap) > 0 and measured.other_ms(4) > 0
     assert {1, 4} <= set(measured.other.at)
     engine = Engine(model, drafter, ByteTokenizer(), scheduler=Scheduler(table=measured))

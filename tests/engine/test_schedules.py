@@ -43,7 +43,8 @@ MODES = ("all", "static:2", "threshold:0.4", "causal", "lagged", "auto")
 def costs(block: int, row: float = 0.4, steps: int = 4) -> CostTable:
     """1 ms, and `row` for each further token, in steps: so schedules do differ with the load."""
     passes = [(t, 0.0, 1 + row * steps * ((t - 1) // steps)) for t in range(1, 65)]
-    return CostTable.fit({}, passes, [(r, block, 0.1) for r in (1, 16)], [(1, 0.1), (16, 0.1)])
+    drafting = [(r, k, 0.1 * r * k / block) for r in (1, 16) for k in {1, block}]
+    return CostTable.fit({}, passes, drafting, [(1, 0.1), (16, 0.1)])
 
 
 def scheduler(mode: str, block: int, measured: bool = True) -> Scheduler:

@@ -170,7 +170,7 @@ def edited(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"schema": 2},
+        {"schema": 1},
         {"kind": "other"},
         {"verify": {"at": [1, 2], "ms": [3.0]}},
         {"verify": {"at": [1, 2], "ms": [3.0, math.nan]}},

@@ -44,6 +44,8 @@ class DraftContext:
     unseen     tokens right in front of the anchor of which `observe` has not told yet, because the
                target is running them; only drafters that draft `ahead` are given any
     others     second guesses are wanted, too (`Draft.others`); they may be left out
+    block      no longer block is wanted, which may change what is guessed and what it costs, as
+               `max_tokens` does not; None: the drafter's own
     """
 
     slot: int
@@ -53,6 +55,11 @@ class DraftContext:
     rng: np.random.Generator
     unseen: int = 0
     others: bool = False
+    block: int | None = None
+
+    def length(self, cap: int) -> int:
+        """Of the block that a drafter of at most `cap` tokens drafts."""
+        return cap if self.block is None else min(cap, self.block)
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,11 @@ class BlockDrafter(Drafter):
         # Room cuts drafts and not blocks: with fewer slots the others would guess differently, and
         # the room is the company's, too.
         drafts: list[Draft] = [Draft()] * len(contexts)
-        for unseen in {c.unseen for c in contexts}:
-            alike = [b for b, c in enumerate(contexts) if c.unseen == unseen]
+        kinds = [(c.unseen, c.length(self.cap)) for c in contexts]
+        for unseen, length in set(kinds):
+            alike = [b for b, kind in enumerate(kinds) if kind == (unseen, length)]
             group = [contexts[b] for b in alike]
-            h_BKD = self._hidden(group, self.cap, unseen)
+            h_BKD = self._hidden(group, length, unseen)
             base_BKV = self._head(h_BKD.flatten(0, 1)).view(*h_BKD.shape[:2], -1).float()
             for b, draft in zip(alike, self._walk(group, h_BKD, base_BKV), strict=True):
                 drafts[b] = draft

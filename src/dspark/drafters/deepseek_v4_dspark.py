@@ -136,7 +136,10 @@ class V4DSparkDrafter(Drafter):
         # Room cuts the draft and not the block, which would be another one; a slot's end cuts both.
         # Unseen tokens stand in front of the block as what they are.
         anchors = [len(c.tokens) - 1 for c in contexts]
-        sizes = [min(self.cap, self._target.max_context - at) for at in anchors]
+        room = self._target.max_context
+        sizes = [
+            min(c.length(self.cap), room - at) for c, at in zip(contexts, anchors, strict=True)
+        ]
         segments = [
             Segment(
                 c.slot,

@@ -108,7 +108,9 @@ class V4MtpDrafter(Drafter):
         probs: list[list[Tensor]] = [[] for _ in contexts]
         others: list[list[int]] = [[] for _ in contexts]
         self.stages.check(contexts, behind=2)
-        rooms = [c.unseen + min(self.cap, c.max_tokens) if self.cap else 0 for c in contexts]
+        rooms = [
+            c.unseen + min(c.length(self.cap), c.max_tokens) if self.cap else 0 for c in contexts
+        ]
         rows = [len(c.tokens) - 2 - c.unseen for c in contexts]
         last = [c.tokens[-1 - c.unseen] for c in contexts]
         states = self._waiting[[c.slot for c in contexts]]

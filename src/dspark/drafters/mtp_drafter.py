@@ -95,7 +95,7 @@ class MtpDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """One draft for each context, of `cap` tokens where there is room."""
-        steps = max(c.unseen + min(self.cap, c.max_tokens) for c in contexts)
+        steps = max(c.unseen + min(c.length(self.cap), c.max_tokens) for c in contexts)
         if self.cap == 0:
             return [Draft()] * len(contexts)
         slots = [c.slot for c in contexts]
@@ -118,7 +118,7 @@ class MtpDrafter(Drafter):
                     last[b] = c.tokens[rows[b] + step + 2]
                     continue
                 # Others go on; its random stream must not.
-                if step >= c.unseen + min(self.cap, c.max_tokens):
+                if step >= c.unseen + min(c.length(self.cap), c.max_tokens):
                     continue
                 column, q = words.pick(logits_BV[b], c.params, c.rng)
                 last[b] = words.token(column)

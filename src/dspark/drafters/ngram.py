@@ -128,7 +128,7 @@ class NgramDrafter(Drafter):
             if start is not None:
                 slot.matched = n
                 rate = slot.rates[n].value
-                k = best_length(rate, min(self.cap, context.max_tokens))
+                k = best_length(rate, min(context.length(self.cap), context.max_tokens))
                 return Draft(_copy(tokens, start, k), confidence=torch.full((k,), rate))
         return Draft()
 

@@ -84,10 +84,11 @@ class Sequence:
             tuple(self.logprobs) if wanted else None,
         )
 
-    def context(self) -> DraftContext:
-        return DraftContext(
-            self.slot, self.tokens, self.request.params, self.draft_room, self.draft_rng
-        )
+    def context(self, block: int | None = None) -> DraftContext:
+        """What the drafter is told, who may draft `block` tokens; whole blocks of seeded texts."""
+        block = None if self.seeded else block
+        params, room = self.request.params, self.draft_room
+        return DraftContext(self.slot, self.tokens, params, room, self.draft_rng, block=block)
 
     def prompt_segment(self, limit: int) -> Segment:
         """The next at most `limit` tokens of the prompt; the last one wants logits."""

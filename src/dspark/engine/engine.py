@@ -160,7 +160,7 @@ class Engine:
         self._admit()
         decoding = [s for s in self._running if not s.in_prefill]
         prompts = prompt_chunks(self._running, self._prefill_chunk)
-        wanted = self.drafter.cap if self.scheduler.should_draft(len(decoding)) else 0
+        wanted = self.scheduler.block(len(decoding), self.drafter.cap)
         load = load_of(decoding, prompts, wanted)
         clock.append(time.perf_counter())
         proposed = self._propose(decoding, load)
@@ -218,7 +218,9 @@ class Engine:
         wanted = self.scheduler.asks(len(decoding)) if load.block else 0
         late = len(room) - wanted
         asked = [s for i, s in enumerate(room) if i >= late or s.seeded]
-        drafts = iter(self.drafter.propose([s.context() for s in asked]) if asked else ())
+        drafts = iter(
+            self.drafter.propose([s.context(load.block or None) for s in asked]) if asked else ()
+        )
         slots = {s.slot for s in asked}
         return [
             next(drafts).truncated(s.draft_room) if s.slot in slots else Draft() for s in decoding

@@ -5,7 +5,8 @@ A few seconds, once: the table is kept in the cache under the fingerprint of wha
 *Passes* are timed on the target alone, their tokens spread over slots in blocks as the drafter
 makes them, without a context and a few with a long one. What the caches hold does not matter for
 the time. *Drafting* and *the rest of a round* are taken from an engine that really runs requests:
-live rounds are timed by the very same clock readings, so the two can be compared.
+live rounds are timed by the very same clock readings, so the two can be compared. Half as long
+blocks are timed, too: `blocks` weighs them.
 
 Passes are measured in turns and not one count after the other, so that a neighbour's burst or a
 clock that changes its speed spreads over the whole curve; medians then drop single hiccups.
@@ -285,6 +286,10 @@ def _rounds(
         for r in _live(target, drafter, users, rng, late):
             other.append((users, r.other_ms))
             draft.append((users, drafter.cap, r.draft_ms))
+        short = drafter.cap // 2
+        if short and clock() < deadline:
+            rounds = _live(target, drafter, users, rng, late, short)
+            draft += [(users, short, r.draft_ms) for r in rounds]
     return (draft if drafter.cap else []), other
 
 
@@ -298,9 +303,10 @@ def _live(
     users: int,
     rng: np.random.Generator,
     late: Callable[[], bool] = lambda: False,
+    longest: int | None = None,
 ) -> list[Round]:
-    """A few rounds of `users` requests, one if it is late; one Round stands for each, the first is
-    left out."""
+    """A few rounds of `users` requests, one if it is late, with blocks of `longest` at most; one
+    Round stands for each, the first is left out."""
     length = max(min(PROMPT, target.max_context // 4), 1)
     rounds: list[Round] = []
     engine = Engine(
@@ -308,7 +314,8 @@ def _live(
         drafter,
         _NoText(),
         prefill_chunk=users * length,  # all at once: every round behind it has all requests
-        scheduler=Scheduler("static:0"),  # drafts are timed, passes have been
+        # Drafts are timed, passes have been.
+        scheduler=Scheduler("static:0", longest=longest),
         on_round=lambda r: rounds.append(r) if r.request_id == "0" and r.index else None,
     )
     params = SamplingParams(max_tokens=target.max_context, ignore_eos=True)

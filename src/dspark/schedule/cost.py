@@ -47,7 +47,7 @@ from dspark.schedule.files import cache_dir, canonical, digest, read_json, write
 
 Fingerprint = Mapping[str, Any]
 """What a table was measured for: JSON values by name."""
-SCHEMA = 1
+SCHEMA = 2
 KIND = "dspark-cost"
 FLAT = 1.02
 """The dearest probe must cost more than this times the cheapest; below that it is noise."""

@@ -19,6 +19,7 @@ policies that look at a draft alone do without it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,7 +44,7 @@ class Honesty:
         if not self.shift or not drafts.survival.size:
             return drafts
         c = conditional(drafts.survival)
-        factor = np.exp(self.shift)
+        factor = math.exp(self.shift)
         corrected = np.cumprod(c * factor / (1 + c * (factor - 1)), axis=0)
         return replace(drafts, survival=np.where(drafts.pinned, drafts.survival, corrected))
 
@@ -55,9 +56,10 @@ class Honesty:
         position = np.arange(len(drafts.survival))[:, None]
         v, a = np.array(verified, np.intp), np.array(accepted, np.intp)
         tried = (position < np.minimum(a + 1, v)) & ~drafts.pinned
-        c, came = conditional(drafts.survival)[tried], np.broadcast_to(position < a, tried.shape)
-        step = (came[tried] - c).sum() / (DEPTH + (c * (1 - c)).sum())
-        self.shift = float(np.clip(self.shift + step, -LIMIT, LIMIT))
+        c = conditional(drafts.survival)[tried]
+        right = np.minimum(a, v)[~drafts.pinned].sum()  # all of the tried ones but the last
+        step = float(right - c.sum()) / (DEPTH + float(c @ (1 - c)))
+        self.shift = min(max(self.shift + step, -LIMIT), LIMIT)
 
 
 def conditional(survival: Array) -> Array:

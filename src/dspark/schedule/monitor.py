@@ -218,8 +218,9 @@ class Drift:
         hit = position < np.array(accepted, np.intp)
         a = np.where(tried, survival, 0.0)
         grown = max(len(survival) - self._total.shape[1], 0)
-        self._total = np.pad(self._total, ((0, 0), (0, grown)))
-        self._sums = np.pad(self._sums, ((0, 0), (0, grown)))
+        if grown:
+            self._total = np.pad(self._total, ((0, 0), (0, grown)))
+            self._sums = np.pad(self._sums, ((0, 0), (0, grown)))
         count, predicted, hits = tried.sum(1), a.sum(1), hit.sum(1)
         self._total[:, : len(survival)] += (count, predicted, hits)
         variance = (a * (1 - a)).sum(1)

@@ -3,7 +3,7 @@
     scheduler = Scheduler("auto", table=table, calibration=calibration)
 
     asks = scheduler.asks(len(decoding))    # all, one or none; before anything is drafted
-    block = K if asks else 0
+    block = scheduler.block(len(decoding), drafter.cap)                   # how long a block
     drafts = propose(...) of as many requests, empty ones of the others
     plan = scheduler.plan(keys, counts, confidences, Load(block, context, prompt_rows), pinned)
     ... one pass over the anchors and the first plan.lengths[r] drafts of each request ...
@@ -40,6 +40,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from dspark.schedule.admission import Drafts
+from dspark.schedule.blocks import Blocks
 from dspark.schedule.calibration import Calibration
 from dspark.schedule.cost import CostTable
 from dspark.schedule.gate import Gate
@@ -59,8 +60,11 @@ class Scheduler:
         table: CostTable | None = None,
         calibration: Calibration | None = None,
         plain: PlainRounds | None = None,
+        longest: int | None = None,
     ) -> None:
         """verify: see `policy.parse`. Raises ConfigError for an unknown one.
+
+        longest: no longer blocks are asked for
 
         plain: hears of rounds of single requests, if these are rounds of one lane (`overlap`)
         """
@@ -72,6 +76,9 @@ class Scheduler:
         self.acceptance = Acceptance()
         self._plain = plain
         self.honesty = None if self.gate is None else Honesty()
+        self.blocks = None if self.cost is None or self.gate is None else Blocks(self.cost)
+        self.longest = longest
+        self._cap = 0
         self._round: tuple[Drafts, Drafts, Plan, Load, bool] | None = None
 
     @property
@@ -87,6 +94,14 @@ class Scheduler:
     def should_draft(self, requests: int) -> bool:
         """Whether drafts are wanted of any; also where no request decodes yet."""
         return self.gate is None or self.gate.should_draft(requests)
+
+    def block(self, requests: int, cap: int) -> int:
+        """How many tokens a drafter of at most `cap` shall draft in the coming round; 0: none."""
+        self._cap = cap = cap if self.longest is None else min(cap, self.longest)
+        if not self.should_draft(requests):
+            return 0
+        probing = self.asks(requests) < requests
+        return cap if self.blocks is None or probing else self.blocks.length(requests, cap)
 
     def plan(
         self,
@@ -141,6 +156,8 @@ class Scheduler:
             self.drift.observe(claimed.survival, plan.lengths, accepted)
             if self.honesty is not None:
                 self.honesty.observe(drafts, plan.lengths, accepted)
+        if self.blocks is not None and load.block and self._cap:  # two lanes have their own length
+            self.blocks.observe(drafts, load.block, self._cap)
         if self.cost is None:
             return
         base = requests + load.extra_rows
