@@ -277,25 +277,35 @@ class Served:
     worker: Worker
     loop: asyncio.AbstractEventLoop
 
-    def state(self) -> State:
-        """When nothing is in flight any more, or after a while; connections have time to close."""
+    def state(self, before: State | None = None) -> State:
+        """When nothing is in flight any more, or after a while; connections have time to close, so
+        that no more files are open than `before`."""
         engine = self.worker.ready().engine
         until = time.monotonic() + 20
         while time.monotonic() < until and (
-            self.worker.open_requests or engine.has_work or len(asyncio.all_tasks(self.loop)) > 3
+            self.worker.open_requests
+            or engine.has_work
+            or len(asyncio.all_tasks(self.loop)) > 3
+            or (before is not None and (before.files or 0) < (open_files() or 0))
         ):
+            gc.collect()
             time.sleep(0.1)
         gc.collect()
-        files, pages = Path("/proc/self/fd"), Path("/proc/self/statm")
+        pages = Path("/proc/self/statm")
         size = os.sysconf("SC_PAGE_SIZE") / 2**20
         return State(
             free_slots=len(engine._slots.free),
             in_flight=self.worker.open_requests,
             tasks=len(asyncio.all_tasks(self.loop)),
             threads=sum(not t.name.startswith("asyncio_") for t in threading.enumerate()),
-            files=len(list(files.iterdir())) if files.exists() else None,
+            files=open_files(),
             memory_mib=int(pages.read_text().split()[1]) * size if pages.exists() else None,
         )
+
+
+def open_files() -> int | None:
+    files = Path("/proc/self/fd")
+    return len(list(files.iterdir())) if files.exists() else None
 
 
 @contextmanager
@@ -354,7 +364,7 @@ def soak(llm: LLM, options: argparse.Namespace) -> Findings:
         asyncio.run(run(served.url, warm[: 2 * options.users], options.users, 0, Findings()))
         found.before = served.state()
         texts = asyncio.run(run(served.url, work, options.users, options.seed, found))
-        found.after = served.state()
+        found.after = served.state(found.before)
         if served.worker.failure is not None:
             found.unexpected.append(f"the engine ended: {served.worker.failure!r}")
     llm.engine.on_round = None  # the server is gone

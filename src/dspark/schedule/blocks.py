@@ -15,11 +15,11 @@ shorter block (`CostTable.draft`); then the whole one is asked for.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 import numpy as np
 
 from dspark.schedule.admission import Array, Drafts
+from dspark.schedule.policy import Cost
 
 EVERY = 32
 POOL = 32
@@ -28,12 +28,6 @@ LEAST = 8
 """Remembered drafts without which a whole block is asked for."""
 WORTH = 1.01
 """A shorter block has to be better by this much."""
-
-
-class Cost(Protocol):
-    def curve(
-        self, first: int, last: int, *, requests: int, context: float, block: int
-    ) -> list[float]: ...
 
 
 class Blocks:
