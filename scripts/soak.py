@@ -49,15 +49,12 @@ from dspark.server.schema import ChatRequest, CompletionRequest
 from dspark.server.turns import Turn, turn_of
 from dspark.server.worker import Worker
 
-HEALTH_LIMIT = 0.5
-"""Seconds."""
+HEALTH_LIMIT = 0.5  # seconds
 WORDS = ("a list of", "red and blue", "words, then", "the same:", "one two", "three.", "ü 😀")
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2, 3]}},
           "required": ["ok", "n"], "additionalProperties": False}  # fmt: skip
-TOOLS = [
-    {"type": "function", "function": {"name": "look", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "stop"}},
-]
+FUNCTIONS = ({"name": "look", "parameters": SCHEMA}, {"name": "stop"})
+TOOLS = [{"type": "function", "function": f} for f in FUNCTIONS]
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,10 @@ class State:
     threads: int
     files: int | None
     memory_mib: float | None
+
+    def busy(self, before: State | None) -> bool:
+        files = before is not None and (self.files or 0) > (before.files or 0)
+        return bool(self.in_flight) or self.tasks > 3 or files
 
 
 @dataclass
@@ -278,34 +279,25 @@ class Served:
     loop: asyncio.AbstractEventLoop
 
     def state(self, before: State | None = None) -> State:
-        """When nothing is in flight any more, or after a while; connections have time to close, so
-        that no more files are open than `before`."""
-        engine = self.worker.ready().engine
+        """When all is as it was `before`, or after a while; connections have time to close."""
         until = time.monotonic() + 20
-        while time.monotonic() < until and (
-            self.worker.open_requests
-            or engine.has_work
-            or len(asyncio.all_tasks(self.loop)) > 3
-            or (before is not None and (before.files or 0) < (open_files() or 0))
-        ):
-            gc.collect()
+        while (now := self._state()).busy(before) and time.monotonic() < until:
             time.sleep(0.1)
+        return now
+
+    def _state(self) -> State:
         gc.collect()
+        engine, files = self.worker.ready().engine, Path("/proc/self/fd")
         pages = Path("/proc/self/statm")
         size = os.sysconf("SC_PAGE_SIZE") / 2**20
         return State(
             free_slots=len(engine._slots.free),
-            in_flight=self.worker.open_requests,
+            in_flight=self.worker.open_requests + engine.has_work,
             tasks=len(asyncio.all_tasks(self.loop)),
             threads=sum(not t.name.startswith("asyncio_") for t in threading.enumerate()),
-            files=open_files(),
+            files=len(list(files.iterdir())) if files.exists() else None,
             memory_mib=int(pages.read_text().split()[1]) * size if pages.exists() else None,
         )
-
-
-def open_files() -> int | None:
-    files = Path("/proc/self/fd")
-    return len(list(files.iterdir())) if files.exists() else None
 
 
 @contextmanager
