@@ -177,7 +177,7 @@ class Arithmetic:
         return Grouped(w, [self.map(part) for part in w.chunk(groups)])
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A table of zeros, which costs memory where it is written.""" ""
+        """A table of zeros, which costs memory where it is written."""
         dtype = dtype or self.dtype
         words = lazy_zeros(shape, np.float32 if dtype == torch.float32 else np.int16)
         return torch.from_numpy(words).view(dtype).to(self.device)
